@@ -1,0 +1,80 @@
+"""One tree of errors. Every class has a stable `code`; a message says what, which value, and what to do."""
+
+from __future__ import annotations
+
+
+class SpecdError(Exception):
+    """Root of every error that specd raises on purpose.
+
+    `code` is stable: logs, error bodies and tests rely on it.
+    """
+
+    code = "internal_error"
+
+
+class ConfigError(SpecdError):
+    """A configuration value that cannot be used (exit code 78)."""
+
+    code = "config_error"
+
+
+class ModelError(SpecdError):
+    """A checkpoint, tokenizer or chat template that cannot be loaded or is not supported."""
+
+    code = "model_error"
+
+
+class FetchError(ModelError):
+    """A model that had to be downloaded and could not be."""
+
+    code = "fetch_error"
+
+
+class DraftError(SpecdError):
+    """A drafter that does not fit the target; both sides are named."""
+
+    code = "draft_error"
+
+
+class RequestError(SpecdError):
+    """A request that is refused before it is accepted.
+
+    `param` is the dotted path of the offending field (`messages[2].content`) or None.
+    """
+
+    code = "invalid_request"
+
+    def __init__(self, message: str, *, code: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.code = code
+        self.param = param
+
+
+class QueueFullError(SpecdError):
+    """The waiting queue is at its limit."""
+
+    code = "queue_full"
+
+
+class DrainingError(SpecdError):
+    """The engine accepts nothing more because it is shutting down."""
+
+    code = "draining"
+
+
+class EngineError(SpecdError):
+    """A fault while an accepted request was computed. The text sent to clients is fixed."""
+
+    code = "engine_error"
+
+
+class NonFiniteLogitsError(EngineError):
+    """The target's logits of one row were NaN, or everything was masked out."""
+
+    code = "non_finite_logits"
+
+
+class AbortedError(SpecdError):
+    """An accepted request ended by its client, an operator or a shutdown."""
+
+    code = "aborted"

@@ -1,0 +1,22 @@
+"""The seam for proposers: host code that guesses tokens without KV or carry. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from specd.step import DraftSource
+
+
+class Proposer(Protocol):
+    """One request's own guesser. It sees the tokens as they are committed and is asked once a step."""
+
+    source: DraftSource
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Tokens appended to the sequence (the prompt first), in order."""
+        ...
+
+    def propose(self, max_tokens: int) -> list[int]:
+        """At most max_tokens guesses for what follows; empty when it has none."""
+        ...

@@ -1,0 +1,140 @@
+"""What is asked (`Request`) and what comes back (`SequenceDelta`): host records, no torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from typing import Literal
+
+from specd.errors import SpecdError
+
+
+class FinishReason(enum.StrEnum):
+    """Why a sequence ended, in OpenAI's words where there is one."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+class TokenOrigin(enum.StrEnum):
+    """Where an emitted token came from.
+
+    DRAFT, NGRAM and PREDICTION were proposed and kept; TARGET is the target's own token (plain decoding, or the one
+    that replaced a rejected draft); BONUS is the target's token after every draft of the step was kept.
+    """
+
+    TARGET = "t"
+    DRAFT = "d"
+    NGRAM = "n"
+    PREDICTION = "p"
+    BONUS = "b"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How tokens are drawn. Values are checked at the edge (server, cli); here they are taken as valid.
+
+    The order of processing is: logit bias, penalties, allowed and bad tokens, min_tokens, then temperature, top-k,
+    top-p, min-p (spec: Hugging Face's and vLLM's order). All of them hold at every draft position.
+    """
+
+    max_tokens: int
+    seed: int  # always resolved: a random one is drawn at the edge when the client gave none
+    temperature: float = 1.0  # 0 = greedy
+    top_k: int = 0  # 0 = off
+    top_p: float = 1.0  # 0 behaves as argmax
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words_ids: tuple[tuple[int, ...], ...] = ()  # token sequences whose last token must never complete them
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    logprobs: int | None = None  # None = off, 0 = the chosen token alone, n = and the n most likely
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @property
+    def penalised(self) -> bool:
+        return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SpeculationParams:
+    """A request's own wish about speculation (`speculation` in the request body)."""
+
+    mode: Literal["auto", "off"] = "auto"
+    max_draft: int | None = None  # None = the engine's maximum
+    detail: Literal["none", "summary", "detailed", "tokens"] = "summary"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Request:
+    """One prompt and `n` choices to be generated for it."""
+
+    request_id: str  # unique among live requests
+    prompt_ids: tuple[int, ...]
+    sampling: SamplingParams
+    speculation: SpeculationParams = SpeculationParams()
+    n: int = 1
+    prompt_index: int = 0  # index in a list of prompts; part of what a seed means: (seed, prompt_index, choice)
+    cache_salt: bytes = b""  # scopes prefix cache and draft sources
+    arrival_s: float = 0.0  # time.monotonic()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Raw target log-probability (before temperature and penalties) of one emitted token, natural log."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()  # (token id, logprob), most likely first
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SequenceStats:
+    """What one choice cost; complete on its last delta."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int  # every token emitted, a stop token included
+    num_spec_steps: int  # steps with at least one draft
+    num_draft_tokens: int
+    num_accepted_tokens: int
+    acceptance_histogram: tuple[int, ...]  # [max_draft + 1]; entry i: steps with a draft that kept i
+    per_step_drafted: tuple[int, ...]
+    per_step_accepted: tuple[int, ...]
+    num_preemptions: int
+    queue_s: float  # submit to first scheduled
+    ttft_s: float  # submit to first token
+    total_s: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SequenceDelta:
+    """What one step added to one choice. `text` lags `token_ids` while a character or a stop string is incomplete.
+
+    The concatenation of `token_ids`, `text`, `logprobs`, `origins` over all deltas does not depend on how tokens were
+    grouped into steps. Exactly one delta per choice has a `finish_reason`; it is the last.
+    """
+
+    request_id: str
+    index: int
+    token_ids: tuple[int, ...] = ()
+    text: str = ""
+    logprobs: tuple[TokenLogprob, ...] | None = None  # one per token id when asked for
+    origins: tuple[tuple[TokenOrigin, int, int], ...] = ()  # (origin, step, position in the block) per token id
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None  # the stop string or stop token id that ended it; None for eos and length
+    error: SpecdError | None = None  # with FinishReason.ERROR
+    stats: SequenceStats | None = None  # with a finish_reason

@@ -1,0 +1,40 @@
+"""What the server needs of an engine. The real one is `specd.engine.Engine`; tests use a scripted one."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any, Protocol
+
+from specd.request import Request, SequenceDelta
+from specd.status import EngineInfo, EngineState, EngineStats, RequestStatus
+from specd.text import Tokenizer
+
+
+class EngineProtocol(Protocol):
+    """All methods are called on the event loop and none of them blocks it."""
+
+    info: EngineInfo
+    tokenizer: Tokenizer
+
+    @property
+    def state(self) -> EngineState: ...
+
+    def submit(self, request: Request) -> AsyncIterator[SequenceDelta]:
+        """Accepts the request at once (or raises RequestError, QueueFullError, DrainingError) and streams its deltas.
+
+        The stream interleaves all n choices and ends after each has had its delta with a finish_reason. Closing the
+        stream early, or cancelling the task that reads it, aborts the request and frees what it held.
+        """
+        ...
+
+    def abort(self, request_id: str) -> bool:
+        """Ends a live request with FinishReason.ABORT; False when there is none of that name."""
+        ...
+
+    def stats(self) -> EngineStats: ...
+
+    def requests(self) -> list[RequestStatus]: ...
+
+    def trace(self, seconds: float) -> dict[str, Any]:
+        """Chrome trace JSON of the last `seconds` of the stage timeline."""
+        ...

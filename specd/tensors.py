@@ -1,0 +1,153 @@
+"""One step's records on the device.
+
+Legend: B rows, T packed query tokens, R logits rows, K drafts, N tree nodes, V vocabulary, H hidden, F features,
+S slots, P page ids.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import torch
+
+from specd.step import I32, indptr
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class BatchInfo:
+    """Where a forward's packed tokens stand: what every model and attention backend reads.
+
+    Device tensors, and their host twins (`_cpu`, numpy) for planners that run on the host.
+    FlashInfer's names: query rows of row b are qo_indptr[b] : qo_indptr[b+1]; its pages are
+    kv_indices[kv_indptr[b] : kv_indptr[b+1]], the last one filled to kv_last_page_len[b]. Query rows are the *last*
+    query_len positions of the kv_len (bottom-right causal).
+    """
+
+    positions: torch.Tensor  # i64[T]
+    qo_indptr: torch.Tensor  # i32[B + 1]
+    kv_indptr: torch.Tensor  # i32[B + 1]
+    kv_indices: torch.Tensor  # i32[P]
+    kv_last_page_len: torch.Tensor  # i32[B]
+    write_slots: torch.Tensor  # i64[T] flat KV slot (page * page_size + offset) of each query token
+    slots: torch.Tensor  # i64[B] carry slot
+    query_lens_cpu: I32  # [B]
+    kv_lens_cpu: I32  # [B]
+    kv_indptr_cpu: I32  # [B + 1]
+    kv_indices_cpu: I32  # [P]
+    page_size: int
+    tree: TokenTree | None = None  # set when the query rows of every row are a tree below the last kv_len - N slots
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.query_lens_cpu)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.positions)
+
+
+def batch_info(
+    *,
+    query_lens: I32,
+    kv_lens: I32,
+    page_indptr: I32,
+    page_indices: I32,
+    slots: I32,
+    page_size: int,
+    device: torch.device,
+    tree: TokenTree | None = None,
+) -> BatchInfo:
+    """Builds a BatchInfo from host lengths. kv_lens count the query rows. A row's pages beyond its kv_len are left out.
+
+    page_indptr i32[B + 1] and page_indices i32[P] may hold more pages than kv_lens need.
+    """
+    offsets = indptr(query_lens)
+    total = int(offsets[-1])
+    rows = np.repeat(np.arange(len(query_lens)), query_lens)
+    positions = (np.arange(total) - offsets[rows] + (kv_lens - query_lens)[rows]).astype(np.int64)
+    pages_of_token = page_indices[page_indptr[rows] + positions // page_size].astype(np.int64)
+    write_slots = pages_of_token * page_size + positions % page_size
+    num_pages = ((kv_lens + page_size - 1) // page_size).astype(np.int32)
+    kv_indptr = indptr(num_pages)
+    page_rows = np.repeat(np.arange(len(num_pages)), num_pages)
+    page_cols = np.arange(int(kv_indptr[-1])) - kv_indptr[page_rows]
+    kv_indices = page_indices[page_indptr[page_rows] + page_cols].astype(np.int32)
+    last_page_len = (kv_lens - (num_pages - 1) * page_size).astype(np.int32)
+
+    def put(array: np.ndarray[tuple[int, ...], np.dtype[np.int64]] | I32) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(device, non_blocking=True)
+
+    return BatchInfo(
+        positions=put(positions),
+        qo_indptr=put(offsets),
+        kv_indptr=put(kv_indptr),
+        kv_indices=put(kv_indices),
+        kv_last_page_len=put(last_page_len),
+        write_slots=put(write_slots),
+        slots=put(slots.astype(np.int64)),
+        query_lens_cpu=query_lens,
+        kv_lens_cpu=kv_lens,
+        kv_indptr_cpu=kv_indptr,
+        kv_indices_cpu=kv_indices,
+        page_size=page_size,
+        tree=tree,
+    )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class TokenTree:
+    """N candidate tokens per row, parents first; node 0 is the root (parent -1, depth 0)."""
+
+    tokens: torch.Tensor  # i64[B, N]
+    parents: torch.Tensor  # i64[B, N]
+    depths: torch.Tensor  # i64[B, N]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class DraftTokens:
+    """What was proposed. `probs` is None for argmax drafts and proposals: their proposal is a point mass.
+
+    For sampled drafts it is the distribution they were really drawn from, so that no rule can use another one.
+    """
+
+    tokens: torch.Tensor  # i64[B, K], -1 where nothing was drafted
+    probs: torch.Tensor | None = None  # f32[B, K, V]
+    tree: TokenTree | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class TargetOutput:
+    """The target's forward. Logits rows: K_b + 1 for each row that emits, none for the others, in row order."""
+
+    logits: torch.Tensor  # [R, V], model dtype
+    features: torch.Tensor | None = None  # [T, F]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Acceptance:
+    """What was kept, on the device."""
+
+    tokens: torch.Tensor  # i64[B, K + 1] emitted tokens, padded -1
+    num_accepted: torch.Tensor  # i64[B]
+    next_token: torch.Tensor  # i64[B] newest token of the row (undefined where it does not emit)
+    last_row: torch.Tensor  # i64[B] packed query row (of T) whose logits gave next_token
+    failed: torch.Tensor  # bool[B] logits were not finite
+    logprobs: torch.Tensor | None = None  # f32[B, K + 1]
+    top_ids: torch.Tensor | None = None  # i64[B, K + 1, N]
+    top_logprobs: torch.Tensor | None = None  # f32[B, K + 1, N]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class DraftState:
+    """What a drafter's forward gives and the next draft starts from. Its copy by slot is the carry."""
+
+    logits: torch.Tensor  # [B, V] (Medusa: [B, M, V]); [S, V] in the carry
+    hidden: torch.Tensor | None = None  # [B, H]; [S, H] in the carry
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class LogitMasks:
+    """Allowed tokens per logits row, packed: bit t % 32 of word t // 32 is 1 when token t is allowed."""
+
+    words: torch.Tensor  # i32[R, ceil(V / 32)] (bits of a u32)
