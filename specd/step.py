@@ -67,6 +67,7 @@ class DraftTraits:
 
     name: str
     max_depth: int  # most drafts a step
+    max_context: int | None = None  # longest context it was made for; sequences beyond it are not drafted
     topology: Topology = Topology.CHAIN
     refill_mode: RefillMode = RefillMode.EXACT
     shifted: bool = False  # a head: slot i holds (h_i, t_{i+1}); an LM draft: slot i holds t_i
@@ -226,7 +227,11 @@ class StepStats:
     num_draft_steps: int  # forwards of the drafter before verify
     num_accepted: int
     num_emitted: int
-    duration_s: float
+    num_refill_tokens: int  # of the refill that ran before this step's report
+    verify_s: float  # computing: verify and accept
+    draft_s: float  # computing: the drafter's forwards before verify
+    refill_s: float  # computing: the refill of the step before
+    duration_s: float  # from the report of the step before (or the launch) to this step's
 
 
 def indptr(lens: I32) -> I32:

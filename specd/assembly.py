@@ -1,0 +1,255 @@
+"""From a Config to the parts of an engine: target, tokenizer, drafter, page pool, stages. Blocking; runs in a thread."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import importlib.metadata
+import os
+import time
+
+import torch
+
+from specd.attention.torch_attention import TorchAttention
+from specd.config import Config, memory_bytes
+from specd.device import Device, cpu_device
+from specd.drafters.base import Drafter
+from specd.drafters.registry import DraftChoice, layers_drafter, lm_drafter, parse_draft
+from specd.errors import ConfigError
+from specd.kv import PagedFeatures, PagedKV
+from specd.models.fetch import resolve
+from specd.models.gguf import read_metadata
+from specd.models.registry import LoadedModel, load_target
+from specd.pages import PagePool
+from specd.pipeline.accept import AcceptStage
+from specd.pipeline.counters import Counters
+from specd.pipeline.draft import DraftStage
+from specd.pipeline.draft_length import AdaptiveLength, DraftLength, FixedLength
+from specd.pipeline.refill import RefillStage
+from specd.pipeline.schedule import Limits, Scheduler
+from specd.pipeline.verify import VerifyStage
+from specd.sampling.accept import AcceptanceSettings
+from specd.status import EngineInfo
+from specd.tensors import DraftState
+from specd.text import Tokenizer
+from specd.timeline import Timeline
+
+_RAM_SHARE = 0.25  # of the machine's memory, at most, for a pool whose size nobody gave
+
+
+@dataclasses.dataclass(slots=True)
+class Parts:
+    """Everything an engine is made of."""
+
+    config: Config
+    info: EngineInfo
+    tokenizer: Tokenizer
+    device: Device
+    scheduler: Scheduler
+    draft: DraftStage
+    verify: VerifyStage
+    accept: AcceptStage
+    refill: RefillStage | None
+    drafter: Drafter | None
+    uses_ngram: bool
+
+    def make_carry(self) -> DraftState:
+        """A zeroed carry: one row a slot."""
+        assert self.drafter is not None
+        slots = self.config.scheduler.max_running
+        where = self.device.torch_device
+        logits = torch.zeros((slots, self.drafter.vocab_size), device=where)
+        width = self.drafter.hidden_size
+        return DraftState(logits, None if width is None else torch.zeros((slots, width), device=where))
+
+
+def assemble(config: Config, *, device: Device | None = None) -> Parts:
+    """Loads and builds everything. Raises ConfigError, FetchError, ModelError or DraftError."""
+    if config.scheduler.max_running > config.scheduler.max_tokens:
+        raise ConfigError(
+            f"scheduler.max_running ({config.scheduler.max_running}) is more than scheduler.max_tokens "
+            f"({config.scheduler.max_tokens}): every running sequence needs a token of each step"
+        )
+    choice = parse_draft(config.speculation.draft)
+    threads = config.model.threads or os.cpu_count() or 1
+    torch.set_num_threads(threads)
+    device = device or cpu_device(layout=config.scheduler.streams, threads=threads, timeline=Timeline())
+    try:
+        return _assemble(config, choice, device)
+    except BaseException:
+        device.close()
+        raise
+
+
+def _assemble(config: Config, choice: DraftChoice, device: Device) -> Parts:
+    target, tokenizer = _load(config.model.path, config, device)
+    drafter = _drafter(choice, config, target, tokenizer, device)
+    max_len = _max_len(config, target)
+    max_draft = _max_draft(config, choice)
+    pool = _pool(config, target, drafter, max_len, max_draft)
+    kv = _target_kv(target, pool)
+    features = None
+    if drafter is not None:
+        drafter.allocate(num_pages=pool.num_pages, page_size=pool.page_size)
+        features = _features(target, drafter, pool)
+    settings = AcceptanceSettings(
+        rule=config.speculation.acceptance,
+        threshold=config.speculation.threshold,
+        typical_epsilon=config.speculation.typical_epsilon,
+        typical_delta=config.speculation.typical_delta,
+    )
+    traits = None if drafter is None else drafter.traits
+    scheduler = Scheduler(
+        pool=pool,
+        limits=Limits(
+            max_running=config.scheduler.max_running,
+            max_tokens=config.scheduler.max_tokens,
+            mixed=config.scheduler.mixed,
+            pad_proposals=config.speculation.draft_len != "adaptive",
+        ),
+        traits=traits,
+        length=_length(config),
+        counters=Counters(max_draft),
+    )
+    return Parts(
+        config=config,
+        info=_info(config, choice, target, tokenizer, pool, max_len, max_draft),
+        tokenizer=tokenizer,
+        device=device,
+        scheduler=scheduler,
+        draft=DraftStage(
+            drafter,
+            device,
+            rule=config.speculation.acceptance,
+            argmax=config.speculation.draft_sampling == "greedy",
+        ),
+        verify=VerifyStage(
+            target.model, kv, device, features=features, wanted=None if traits is None else traits.features
+        ),
+        accept=AcceptStage(device, settings),
+        refill=None if drafter is None else RefillStage(drafter, device, features=features),
+        drafter=drafter,
+        uses_ngram=choice.kind == "ngram",
+    )
+
+
+def _load(name: str, config: Config, device: Device) -> tuple[LoadedModel, Tokenizer]:
+    path = resolve(name, revision=config.model.revision or None, offline=config.model.offline)
+    loaded = load_target(
+        path, dtype=config.model.dtype, device=device.torch_device, attention=TorchAttention()
+    )
+    return loaded, Tokenizer.load(path, read_metadata=read_metadata)
+
+
+def _drafter(
+    choice: DraftChoice, config: Config, target: LoadedModel, tokenizer: Tokenizer, device: Device
+) -> Drafter | None:
+    if choice.kind == "layers":
+        return layers_drafter(target, int(choice.argument))
+    if choice.kind == "lm":
+        draft, draft_tokenizer = _load(choice.argument, config, device)
+        return lm_drafter(target, tokenizer, draft, draft_tokenizer, name=choice.name)
+    return None
+
+
+def _max_len(config: Config, target: LoadedModel) -> int:
+    longest = target.model.shape.max_position
+    if config.model.max_len > longest:
+        raise ConfigError(f"model.max_len is {config.model.max_len}; {target.name} was made for at most {longest} tokens")
+    return config.model.max_len or longest
+
+
+def _max_draft(config: Config, choice: DraftChoice) -> int:
+    if choice.kind == "none":
+        return 0
+    length = config.speculation.draft_len
+    return config.speculation.max_draft if isinstance(length, str) else length
+
+
+def _length(config: Config) -> DraftLength:
+    length = config.speculation.draft_len
+    return AdaptiveLength() if isinstance(length, str) else FixedLength(length)
+
+
+def _page_bytes(target: LoadedModel, drafter: Drafter | None, page_size: int) -> int:
+    shape = target.model.shape
+    slot = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * target.model.dtype.itemsize
+    own = slot * page_size
+    return own if drafter is None else own + drafter.kv_bytes_per_page(page_size)
+
+
+def _pool(config: Config, target: LoadedModel, drafter: Drafter | None, max_len: int, max_draft: int) -> PagePool:
+    """Sized by `kv.memory`; refused when one sequence of max_len would not fit, with both numbers."""
+    size = config.kv.page_size
+    extra = 0 if drafter is None else drafter.traits.extra_slots
+    each = -(-(max_len + extra) // size)
+    page_bytes = _page_bytes(target, drafter, size)
+    ram = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    memory = memory_bytes(config.kv.memory, ram_bytes=ram)
+    if memory is None:
+        memory = min(config.scheduler.max_running * each * page_bytes, int(ram * _RAM_SHARE))
+    num_pages = memory // page_bytes
+    if num_pages < each:
+        raise ConfigError(
+            f"kv.memory of {memory} bytes holds {num_pages} pages of {size} tokens; one sequence of max_len {max_len} "
+            f"needs {each} pages ({each * page_bytes} bytes): raise kv.memory or lower model.max_len"
+        )
+    return PagePool(num_pages=num_pages, page_size=size, prefix_cache=config.kv.prefix_cache)
+
+
+def _target_kv(target: LoadedModel, pool: PagePool) -> PagedKV:
+    shape = target.model.shape
+    return PagedKV(
+        num_layers=shape.num_layers,
+        num_pages=pool.num_pages,
+        page_size=pool.page_size,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        dtype=target.model.dtype,
+        device=target.model.device,
+    )
+
+
+def _features(target: LoadedModel, drafter: Drafter, pool: PagePool) -> PagedFeatures | None:
+    if drafter.traits.features is None:
+        return None
+    width = target.model.shape.hidden_size * (3 if drafter.traits.features == "aux" else 1)
+    return PagedFeatures(
+        num_pages=pool.num_pages,
+        page_size=pool.page_size,
+        width=width,
+        dtype=torch.bfloat16,
+        device=target.model.device,
+    )
+
+
+def _info(
+    config: Config,
+    choice: DraftChoice,
+    target: LoadedModel,
+    tokenizer: Tokenizer,
+    pool: PagePool,
+    max_len: int,
+    max_draft: int,
+) -> EngineInfo:
+    dtype = str(target.model.dtype).removeprefix("torch.")
+    version = importlib.metadata.version("specd")
+    identity = "|".join((target.name, str(target.weight_bytes), dtype, choice.name, config.model.revision, version))
+    return EngineInfo(
+        model=config.model.path,
+        served_names=config.server.served_names or (config.model.path,),
+        weight_bytes=target.weight_bytes,
+        dtype=dtype,
+        max_len=max_len,
+        vocab_size=target.model.shape.vocab_size,
+        eos_ids=target.eos_ids or tokenizer.eos_ids,
+        drafter=choice.name,
+        max_draft=max_draft,
+        acceptance=config.speculation.acceptance,
+        kv_tokens=pool.num_pages * pool.page_size,
+        page_size=pool.page_size,
+        max_running=config.scheduler.max_running,
+        fingerprint="fp_" + hashlib.sha256(identity.encode()).hexdigest()[:12],
+        generation_defaults=target.generation_defaults,
+        created=int(time.time()),
+    )

@@ -1,0 +1,162 @@
+"""One streamed chat completion, measured from outside: what a user of the server sees."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import AsyncIterable
+from typing import Any
+
+import aiohttp
+import orjson
+
+from specd.bench.prompts import Messages
+from specd.errors import SpecdError
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Sample:
+    """One request. Times are seconds; arrivals are seconds from the send to each chunk that carried text."""
+
+    ok: bool
+    speculation: str  # "auto" or "off"
+    total_s: float
+    arrivals: tuple[float, ...]
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    num_spec_steps: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    text: str = ""
+    error: str = ""
+
+    @property
+    def ttft_s(self) -> float | None:
+        return self.arrivals[0] if self.arrivals else None
+
+    @property
+    def decode_tokens_per_s(self) -> float | None:
+        """Tokens after the first, over the time after the first: prompt work is not in it."""
+        if len(self.arrivals) < 2 or self.completion_tokens < 2:
+            return None
+        return (self.completion_tokens - 1) / (self.arrivals[-1] - self.arrivals[0])
+
+    @property
+    def gaps_s(self) -> tuple[float, ...]:
+        """Inter-token latency as it is seen: between chunks, whatever number of tokens each holds."""
+        return tuple(late - early for early, late in zip(self.arrivals, self.arrivals[1:], strict=False))
+
+
+class Client:
+    """Talks to one OpenAI-compatible server."""
+
+    def __init__(
+        self, session: aiohttp.ClientSession, url: str, *, api_key: str | None = None, timeout_s: float = 600.0
+    ) -> None:
+        self._session = session
+        self._url = url.rstrip("/").removesuffix("/v1")
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._timeout = aiohttp.ClientTimeout(total=timeout_s)
+
+    async def first_model(self) -> str:
+        """The server's first model. Raises SpecdError when it does not answer."""
+        try:
+            url = f"{self._url}/v1/models"
+            async with self._session.get(url, headers=self._headers, timeout=self._timeout) as reply:
+                body = orjson.loads(await reply.read())
+                reply.raise_for_status()
+            return str(body["data"][0]["id"])
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise SpecdError(f"{self._url}: {error or 'no answer'}; is the server running?") from error
+        except (orjson.JSONDecodeError, LookupError, TypeError) as error:
+            raise SpecdError(f"{self._url}/v1/models: not an OpenAI model list") from error
+
+    async def complete(self, body: dict[str, Any], *, speculation: str) -> Sample:
+        """Sends one request; a failure is a Sample with ok = False, so that a run goes on and counts it."""
+        if speculation == "off":
+            body = {**body, "speculation": {"mode": "off"}}
+        start = time.perf_counter()
+        stream = _Stream(start)
+        try:
+            async with self._session.post(
+                f"{self._url}/v1/chat/completions",
+                data=orjson.dumps(body),
+                headers={**self._headers, "Content-Type": "application/json"},
+                timeout=self._timeout,
+            ) as reply:
+                if reply.status != 200:
+                    error = f"HTTP {reply.status}: {(await reply.text())[:300]}"
+                else:
+                    error = await stream.read(reply.content)
+        except (aiohttp.ClientError, TimeoutError, ConnectionError) as failure:
+            error = f"{type(failure).__name__}: {failure}"
+        return stream.sample(speculation, error)
+
+
+class _Stream:
+    """Reads server-sent events into a Sample."""
+
+    def __init__(self, start: float) -> None:
+        self._start = start
+        self._arrivals: list[float] = []
+        self._pieces: list[str] = []
+        self._usage: dict[str, Any] = {}
+        self._spec: dict[str, Any] = {}
+
+    async def read(self, lines: AsyncIterable[bytes]) -> str:
+        """Gives the error, "" when the stream was complete: an end without [DONE] is a cut stream."""
+        async for line in lines:
+            if not line.startswith(b"data:"):
+                continue
+            data = line[5:].strip()
+            if data == b"[DONE]":
+                return ""
+            try:
+                error = self._event(orjson.loads(data))
+            except orjson.JSONDecodeError:
+                error = f"an event is not JSON: {data[:100]!r}"
+            if error:
+                return error
+        return "the stream ended without [DONE]"
+
+    def _event(self, event: dict[str, Any]) -> str:
+        if event.get("error"):
+            return str(event["error"].get("message") or event["error"])
+        text = "".join(choice.get("delta", {}).get("content") or "" for choice in event.get("choices") or ())
+        if text:
+            self._arrivals.append(time.perf_counter() - self._start)
+            self._pieces.append(text)
+        self._usage = event.get("usage") or self._usage
+        self._spec = (event.get("metrics") or {}).get("speculative_decoding") or self._spec
+        return ""
+
+    def sample(self, speculation: str, error: str) -> Sample:
+        return Sample(
+            ok=not error,
+            speculation=speculation,
+            total_s=time.perf_counter() - self._start,
+            arrivals=tuple(self._arrivals),
+            prompt_tokens=int(self._usage.get("prompt_tokens", 0)),
+            completion_tokens=int(self._usage.get("completion_tokens", 0)),
+            num_spec_steps=int(self._spec.get("num_spec_steps", 0)),
+            num_draft_tokens=int(self._spec.get("num_draft_tokens", 0)),
+            num_accepted_tokens=int(self._spec.get("num_accepted_draft_tokens", 0)),
+            text="".join(self._pieces),
+            error=error,
+        )
+
+
+def request_body(
+    model: str, messages: Messages, *, max_tokens: int, temperature: float, ignore_eos: bool = False
+) -> dict[str, Any]:
+    """A streamed chat completion with usage."""
+    body: dict[str, Any] = {
+        "model": model,
+        "messages": messages,
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        "seed": 0,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    return {**body, "ignore_eos": True} if ignore_eos else body

@@ -1,0 +1,126 @@
+"""Closed-loop load: a fixed number of requests in flight, the next one sent when one ends."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import aiohttp
+
+from specd.bench.client import Client, Sample, request_body
+from specd.bench.prompts import Messages
+from specd.bench.report import MIN_ROUNDS, compare, summarise
+
+_MODES = ("auto", "off")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Load:
+    """What to send."""
+
+    url: str
+    prompts: Sequence[Messages]
+    model: str | None = None  # None = the server's first
+    concurrency: int = 1
+    requests: int = 16  # with `compare_off`: rounded up to whole rounds of `concurrency`, at least MIN_ROUNDS
+    max_tokens: int = 128
+    temperature: float = 0.0
+    ignore_eos: bool = False
+    compare_off: bool = False
+    api_key: str | None = dataclasses.field(default=None, repr=False)
+    timeout_s: float = 600.0
+
+
+async def run_load(load: Load, *, progress: Callable[[int], None] = lambda count: None) -> dict[str, Any]:
+    """Runs the load and gives the report without its heading. progress(n): n more requests have ended."""
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+        client = Client(session, load.url, api_key=load.api_key, timeout_s=load.timeout_s)
+        runner = _Runner(load, client, load.model or await client.first_model(), progress)
+        return await (runner.alternate() if load.compare_off else runner.plain())
+
+
+def num_requests(load: Load) -> int:
+    """How often `progress` will be told of a request."""
+    return 2 * _num_rounds(load) * load.concurrency if load.compare_off else load.requests
+
+
+def _num_rounds(load: Load) -> int:
+    return max(MIN_ROUNDS, -(-load.requests // load.concurrency))
+
+
+class _Runner:
+    def __init__(self, load: Load, client: Client, model: str, progress: Callable[[int], None]) -> None:
+        self._load = load
+        self._client = client
+        self._model = model
+        self._progress = progress
+
+    async def plain(self) -> dict[str, Any]:
+        prompts = itertools.islice(itertools.cycle(self._load.prompts), self._load.requests)
+        samples, wall_s = await self._closed_loop(list(prompts), "auto")
+        return {"model": self._model, "summary": {"auto": summarise(samples, wall_s)}, "samples": _records(samples)}
+
+    async def alternate(self) -> dict[str, Any]:
+        """Each round sends the same prompts in both modes; which mode goes first changes from round to round.
+
+        Before the timing, each prompt is sent once for one token: both modes then find it in the prefix cache.
+        """
+        prompts = itertools.cycle(self._load.prompts)
+        rounds: list[dict[str, dict[str, Any]]] = []
+        samples: dict[str, list[Sample]] = {mode: [] for mode in _MODES}
+        walls = dict.fromkeys(_MODES, 0.0)
+        for number in range(_num_rounds(self._load)):
+            batch = list(itertools.islice(prompts, self._load.concurrency))
+            await asyncio.gather(*(self._send(messages, "auto", max_tokens=1) for messages in batch))
+            summaries = {}
+            for mode in _MODES if number % 2 == 0 else _MODES[::-1]:
+                done, wall_s = await self._closed_loop(batch, mode)
+                samples[mode] += done
+                walls[mode] += wall_s
+                summaries[mode] = summarise(done, wall_s)
+            rounds.append(summaries)
+        pairs = list(zip(samples["auto"], samples["off"], strict=True))
+        return {
+            "model": self._model,
+            "summary": {mode: summarise(samples[mode], walls[mode]) for mode in _MODES},
+            "compare": compare(rounds, pairs),
+            "rounds": rounds,
+            "samples": _records([sample for mode in _MODES for sample in samples[mode]]),
+        }
+
+    async def _closed_loop(self, prompts: Sequence[Messages], mode: str) -> tuple[list[Sample], float]:
+        """Samples in the order of the prompts, and the seconds from the first send to the last end."""
+        samples: dict[int, Sample] = {}
+        waiting = iter(enumerate(prompts))
+
+        async def work() -> None:
+            for index, messages in waiting:  # shared: each worker takes the next one
+                samples[index] = await self._send(messages, mode, max_tokens=self._load.max_tokens)
+                self._progress(1)
+
+        start = time.perf_counter()
+        async with asyncio.TaskGroup() as group:
+            for _ in range(min(self._load.concurrency, len(prompts))):
+                group.create_task(work())
+        return [samples[i] for i in range(len(prompts))], time.perf_counter() - start
+
+    async def _send(self, messages: Messages, mode: str, *, max_tokens: int) -> Sample:
+        load = self._load
+        body = request_body(
+            self._model, messages, max_tokens=max_tokens, temperature=load.temperature, ignore_eos=load.ignore_eos
+        )
+        return await self._client.complete(body, speculation=mode)
+
+
+def _records(samples: Sequence[Sample]) -> list[dict[str, Any]]:
+    """Figures only: texts stay out of reports."""
+    records = []
+    for sample in samples:
+        record = dataclasses.asdict(sample)
+        del record["text"]
+        records.append(record)
+    return records

@@ -1,0 +1,144 @@
+"""The command line. Parsing only: what a command needs is imported when it runs, so that --help is instant.
+
+Exit codes: 0 done, 1 fault, 2 usage, 75 a drain was cut off, 78 configuration or model that cannot be used, 130 Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import TypeAlias
+
+from specd.commands.settings import add_settings
+from specd.errors import ConfigError, DraftError, FetchError, ModelError, SpecdError
+
+_EXIT_FAULT, _EXIT_CONFIG, _EXIT_INTERRUPTED = 1, 78, 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and gives the exit code. argparse exits with 2 on wrong usage."""
+    args = build_parser().parse_args(argv)
+    try:
+        code: int = importlib.import_module(f"specd.commands.{args.module}").run(args)
+    except SpecdError as error:
+        print(f"specd: {error}", file=sys.stderr)
+        # A download may succeed next time: the service manager should try again. A wrong value will not.
+        permanent = isinstance(error, ConfigError | ModelError | DraftError) and not isinstance(error, FetchError)
+        code = _EXIT_CONFIG if permanent else _EXIT_FAULT
+    except KeyboardInterrupt:
+        code = _EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # The reader left (`specd ctl requests | head`). Python would complain again when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = _EXIT_FAULT
+    return code
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="specd", description="Serves language models with speculative decoding.")
+    parser.add_argument("--version", action="version", version=f"specd {version('specd')}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _add_serve(commands)
+    _add_check(commands)
+    _add_generate(commands)
+    _add_chat(commands)
+    _add_fetch(commands)
+    _add_ctl(commands)
+    _add_bench(commands)
+    return parser
+
+
+_Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+
+
+def _add_serve(commands: _Commands) -> None:
+    parser = commands.add_parser("serve", help="run the daemon in the foreground")
+    add_settings(parser)
+    parser.set_defaults(module="serve")
+
+
+def _add_check(commands: _Commands) -> None:
+    parser = commands.add_parser("check", help="validate configuration, model and drafter; exit 78 on error")
+    add_settings(parser)
+    parser.set_defaults(module="check")
+
+
+def _add_generate(commands: _Commands) -> None:
+    parser = commands.add_parser(
+        "generate", help="answer one prompt in the terminal, each token coloured by its origin"
+    )
+    parser.add_argument("words", nargs="+", metavar="[MODEL] PROMPT", help="the prompt; - reads standard input")
+    parser.add_argument("--raw", action="store_true", help="continue the prompt as it is, without the chat template")
+    _add_generation(parser)
+    add_settings(parser, model=False)
+    parser.set_defaults(module="generate", interactive=False)
+
+
+def _add_chat(commands: _Commands) -> None:
+    parser = commands.add_parser("chat", help="talk to the model in the terminal")
+    _add_generation(parser)
+    add_settings(parser)
+    parser.set_defaults(module="generate", interactive=True, raw=False)
+
+
+def _add_generation(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 (the default) is greedy")
+    parser.add_argument("--seed", type=int, default=0, help="with a temperature: same seed, same text (default 0)")
+    parser.add_argument("--max-tokens", type=int, help="default: what the context leaves")
+    parser.add_argument("--color", choices=("auto", "always", "never"), default="auto", help="default: on a terminal")
+
+
+def _add_fetch(commands: _Commands) -> None:
+    parser = commands.add_parser("fetch", help="download a model into the cache and check its SHA-256")
+    parser.add_argument("alias", metavar="ALIAS", help="such as smollm2-135m, or a hub id")
+    parser.add_argument("--revision", help="branch, tag or commit of a hub id")
+    parser.set_defaults(module="fetch")
+
+
+def _add_ctl(commands: _Commands) -> None:
+    parser = commands.add_parser("ctl", help="ask a running daemon over its control socket")
+    parser.add_argument("--socket", help="path of the control socket; default: as configured")
+    parser.add_argument("--instance", help="the systemd instance NAME: /run/specd/NAME/admin.sock")
+    parser.add_argument("--config", type=Path, metavar="FILE", help="the daemon's configuration, for admin.socket")
+    parser.add_argument("--json", action="store_true", help="print the reply as JSON")
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+    verbs.add_parser("status", help="state, load and rates")
+    verbs.add_parser("requests", help="live requests; never their text")
+    trace = verbs.add_parser("trace", help="the stage timeline as Chrome trace JSON (Perfetto, chrome://tracing)")
+    trace.add_argument("--seconds", type=float, default=5.0, help="how far back (default 5)")
+    trace.add_argument("-o", "--output", type=Path, metavar="FILE", help="default: standard output")
+    shutdown = verbs.add_parser("shutdown", help="drain and stop, as SIGTERM does")
+    shutdown.add_argument("--now", action="store_true", help="do not drain")
+    shutdown.add_argument(
+        "--timeout", type=float, metavar="SECONDS", help="drain at most so long; default: as configured"
+    )
+    parser.set_defaults(module="ctl")
+
+
+def _add_bench(commands: _Commands) -> None:
+    parser = commands.add_parser("bench", help="measure a running server over HTTP: TTFT, ITL, tokens/s, acceptance")
+    parser.add_argument("--url", default="http://127.0.0.1:8000", help="default: http://127.0.0.1:8000")
+    parser.add_argument("--allow-remote", action="store_true", help="allow a URL that is not this machine's")
+    parser.add_argument("--api-key", help="Bearer token; better: the environment variable SPECD_API_KEY")
+    parser.add_argument("--model", help="default: the server's first model")
+    parser.add_argument("--concurrency", type=int, default=1, help="requests in flight (default 1)")
+    parser.add_argument("--requests", type=int, default=16, help="requests, or rounds with --compare (default 16)")
+    parser.add_argument("--max-tokens", type=int, default=128, help="output tokens of each request (default 128)")
+    parser.add_argument("--temperature", type=float, default=0.0, help="default 0")
+    parser.add_argument("--ignore-eos", action="store_true", help="always generate --max-tokens tokens")
+    prompts = parser.add_mutually_exclusive_group()
+    prompts.add_argument("--prompts", type=Path, metavar="FILE", help="one prompt a line, or JSON lines with `prompt`")
+    prompts.add_argument(
+        "--prompt-set", choices=("chat", "copy", "all"), default="all", help="built-in prompts (default all)"
+    )
+    parser.add_argument("--compare", choices=("off",), help="alternate speculation on and off, report the ratios")
+    parser.add_argument(
+        "-o", "--output", type=Path, metavar="FILE", help="write the report as JSON; - is standard output"
+    )
+    parser.add_argument("--timeout", type=float, default=600.0, help="seconds for one request (default 600)")
+    parser.set_defaults(module="bench")

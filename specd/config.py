@@ -1,0 +1,274 @@
+"""Every setting of specd: frozen records, one per section. No torch, no I/O; `config_loader.py` fills them.
+
+Each field carries metadata: unit, default, range, choices, reloadable, doc, flag (its command line option, if any).
+`reloadable` says whether a running daemon could take a new value without loading the model again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from specd.errors import ConfigError
+
+_UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+_UNITS |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B|B|%|)")
+
+
+def option(
+    default: Any,
+    doc: str,
+    *,
+    unit: str = "",
+    low: float | None = None,
+    high: float | None = None,
+    reloadable: bool = False,
+    flag: str = "",
+    check: Callable[[Any], object] | None = None,
+) -> Any:
+    """A dataclass field with its metadata. low and high are inclusive; check raises ConfigError on a bad value."""
+    metadata = {
+        "default": default,
+        "doc": doc,
+        "unit": unit,
+        "range": (low, high),
+        "reloadable": reloadable,
+        "flag": flag,
+        "check": check,
+    }
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def memory_bytes(value: int | str, *, ram_bytes: int) -> int | None:
+    """`kv.memory` in bytes: an int is bytes, "4GiB" and "500MB" are sizes, "25%" is a share of ram_bytes.
+
+    "auto" gives None: what `max_running` sequences of `max_len` need, at most a quarter of RAM. Raises ConfigError.
+    """
+    if value == "auto":
+        return None
+    match = _SIZE.fullmatch(str(value).strip())
+    if match is None:
+        raise ConfigError(f'{value!r} is not a size; write "auto", bytes, "4GiB" or "25%"')
+    number, unit = float(match[1]), match[2]
+    if unit == "%" and not 0 < number <= 90:
+        raise ConfigError(f"{value!r} is not a usable share of RAM; allowed are more than 0% and at most 90%")
+    size = int(ram_bytes * number / 100) if unit == "%" else int(number * _UNITS[unit])
+    if size <= 0:
+        raise ConfigError(f"{value!r} is no memory at all; it must be more than 0")
+    return size
+
+
+def _check_memory(value: int | str) -> None:
+    memory_bytes(value, ram_bytes=1 << 40)
+
+
+def _check_draft_len(value: int | str) -> None:
+    if isinstance(value, str) and value != "adaptive":
+        raise ConfigError(f'{value!r} is not "adaptive" and not a whole number')
+
+
+def _check_path(value: str) -> None:
+    if not value:
+        raise ConfigError("an empty name; give an alias, a folder, a .gguf file or a hub id")
+
+
+def _check_names(value: tuple[str, ...]) -> None:
+    for name in value:
+        if not name.strip():
+            raise ConfigError("holds an empty name")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ServerConfig:
+    """The HTTP listener and its limits."""
+
+    host: str = option("127.0.0.1", "Address to listen on.", flag="--host")
+    port: int = option(8000, "Port to listen on; 0 lets the system choose.", low=0, high=65535, flag="--port")
+    served_names: tuple[str, ...] = option(
+        (),
+        "Model names that clients may ask for, the canonical one first; empty: the model's own.",
+        flag="--served-name",
+        check=_check_names,
+    )
+    api_keys_file: str = option(
+        "", "File with one API key a line; empty: no keys are asked for.", flag="--api-key-file"
+    )
+    drain_timeout_s: float = option(
+        60.0, "How long accepted requests may go on after SIGTERM.", unit="s", low=0, high=86400, reloadable=True
+    )
+    max_body_bytes: int = option(
+        32 << 20, "Largest request body.", unit="bytes", low=1 << 10, high=1 << 31, reloadable=True
+    )
+    keep_alive_s: float = option(
+        15.0, "Silence in a stream before a comment is sent to keep it open.", unit="s", low=0.1, high=3600
+    )
+    max_choices: int = option(16, "Largest `n` of a request.", low=1, high=128, reloadable=True)
+    max_stop: int = option(4, "Most stop strings of a request.", low=1, high=64, reloadable=True)
+    max_logprobs: int = option(20, "Most alternatives in logprobs.", low=0, high=100, reloadable=True)
+    max_prompts: int = option(1024, "Most prompts in one completions request.", low=1, high=65536, reloadable=True)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """The target model."""
+
+    path: str = option(
+        "smollm2-135m", "Alias, Hugging Face folder, .gguf file or hub id (org/name).", check=_check_path
+    )
+    revision: str = option("", "Branch, tag or commit of a hub id; empty: its main branch.", flag="--revision")
+    offline: bool = option(False, "Never download anything; use what is in the cache.", flag="--offline")
+    max_len: int = option(
+        0,
+        "Longest prompt and output together; 0: what the model was made for.",
+        unit="tokens",
+        low=0,
+        high=1 << 24,
+        flag="--max-len",
+    )
+    dtype: Literal["auto", "float32", "bfloat16"] = option(
+        "auto", "Precision of the forwards; auto: the best that the device computes exactly.", flag="--dtype"
+    )
+    threads: int = option(0, "CPU threads of the forwards; 0: all cores.", low=0, high=1024, flag="--threads")
+    chat_template: str = option("", "File with a Jinja chat template; empty: the model's own.", flag="--chat-template")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SpeculationConfig:
+    """Who proposes tokens, how many, and which proposals are kept."""
+
+    draft: str = option(
+        "auto",
+        "auto (the best one for the model), none, ngram, layers:N (the target's first N layers) or lm:MODEL.",
+        flag="--draft",
+    )
+    draft_len: int | str = option(
+        "adaptive",
+        "adaptive (from measured acceptance and costs), or exactly this many drafts in each decode step.",
+        unit="tokens",
+        low=0,
+        high=64,
+        check=_check_draft_len,
+    )
+    max_draft: int = option(8, "Most drafts in one step.", unit="tokens", low=1, high=64, flag="--max-draft")
+    acceptance: Literal["exact", "ratio", "literal", "threshold", "typical"] = option(
+        "exact",
+        "Rule for keeping drafts. exact and ratio keep the target's distribution; "
+        "literal, threshold and typical are lossy.",
+    )
+    draft_sampling: Literal["sample", "greedy"] = option(
+        "sample", "How a drafter draws its tokens for requests with a temperature."
+    )
+    ngram_min: int = option(2, "Shortest match that the n-gram proposer follows.", unit="tokens", low=1, high=64)
+    ngram_max: int = option(5, "Longest match that the n-gram proposer looks for.", unit="tokens", low=1, high=64)
+    self_check: bool = option(True, "Generate 32 tokens at start and report the drafter's acceptance.")
+    threshold: float = option(
+        0.5, "acceptance = threshold: least target probability of a draft that is kept.", low=0.0, high=1.0
+    )
+    typical_epsilon: float = option(
+        0.3, "acceptance = typical: most probability that may be asked of a draft.", low=0.0, high=1.0
+    )
+    typical_delta: float = option(
+        0.09, "acceptance = typical: factor of exp(-entropy) in what is asked of a draft.", low=0.0, high=1.0
+    )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SamplingConfig:
+    """Defaults for requests that leave a field out. Unset: the model's own default, else OpenAI's."""
+
+    temperature: float | None = option(None, "0 is greedy.", low=0.0, high=2.0, reloadable=True)
+    top_p: float | None = option(None, "Nucleus; 1 is off.", low=0.0, high=1.0, reloadable=True)
+    top_k: int | None = option(None, "Most likely tokens kept; 0 is off.", low=0, high=1 << 24, reloadable=True)
+    min_p: float | None = option(
+        None, "Least probability, relative to the most likely token; 0 is off.", low=0.0, high=1.0, reloadable=True
+    )
+    repetition_penalty: float | None = option(None, "1 is off.", low=0.01, high=10.0, reloadable=True)
+    max_tokens: int | None = option(
+        None, "Output length of requests that give none.", unit="tokens", low=1, high=1 << 24, reloadable=True
+    )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """What one step holds."""
+
+    max_running: int = option(16, "Most sequences in a batch.", unit="sequences", low=1, high=4096)
+    max_tokens: int = option(
+        512, "Token budget of a step: decode rows first, the rest goes to prompts.", unit="tokens", low=16, high=1 << 20
+    )
+    max_waiting: int = option(
+        1024, "Requests that may wait; one more is answered 429.", low=1, high=1 << 20, reloadable=True
+    )
+    mixed: Literal["speculate", "plain"] = option(
+        "speculate", "Whether decode rows speculate in a batch that also holds prompt rows."
+    )
+    streams: Literal["single", "paired", "stages"] = option(
+        "single", "Execution streams: one for all, draft and target, or one per stage."
+    )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class KVConfig:
+    """The page pool."""
+
+    memory: int | str = option(
+        "auto",
+        'Memory of the pool: bytes, "4GiB", "25%" of RAM, or auto: what max_running sequences of max_len need, '
+        "at most 25% of RAM.",
+        unit="bytes",
+        low=1,
+        check=_check_memory,
+    )
+    page_size: int = option(16, "Tokens in a page.", unit="tokens", low=1, high=256)
+    prefix_cache: bool = option(True, "Keep finished prefixes for requests that begin alike.")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AdminConfig:
+    """The control socket of `specd ctl`."""
+
+    enabled: bool = option(True, "Whether there is a control socket.")
+    socket: str = option(
+        "",
+        "Path of the control socket; empty: $RUNTIME_DIRECTORY/admin.sock, else $XDG_RUNTIME_DIR/specd/admin.sock, "
+        "else specd-UID/admin.sock in the folder for temporary files.",
+    )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LogConfig:
+    """Logs go to standard error."""
+
+    level: Literal["debug", "info", "warning", "error"] = option("info", "Least level written.", reloadable=True)
+    format: Literal["auto", "json", "console"] = option("auto", "auto: console on a terminal, else JSON lines.")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Config:
+    """All sections. `Config()` is the defaults."""
+
+    server: ServerConfig = ServerConfig()
+    model: ModelConfig = ModelConfig()
+    speculation: SpeculationConfig = SpeculationConfig()
+    sampling: SamplingConfig = SamplingConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    kv: KVConfig = KVConfig()
+    admin: AdminConfig = AdminConfig()
+    log: LogConfig = LogConfig()
+
+
+def admin_socket_path(socket: str, env: Mapping[str, str]) -> Path:
+    """Where `specd serve` listens and `specd ctl` connects: `admin.socket`, or a default from the environment."""
+    if socket:
+        return Path(socket).expanduser()
+    if env.get("RUNTIME_DIRECTORY"):  # set by systemd; several folders are joined with ":"
+        return Path(env["RUNTIME_DIRECTORY"].split(":")[0], "admin.sock")
+    if env.get("XDG_RUNTIME_DIR"):
+        return Path(env["XDG_RUNTIME_DIR"], "specd", "admin.sock")
+    return Path(tempfile.gettempdir(), f"specd-{os.getuid()}", "admin.sock")

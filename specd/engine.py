@@ -1,0 +1,323 @@
+"""Requests in, streams of deltas out: owns the pipeline, the request table and the token streams.
+
+Everything here runs on the event loop and never blocks it. Accepted requests end in exactly one of three ways, and
+the counts always add up: accepted == finished + failed + aborted + live.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+from specd.assembly import Parts, assemble
+from specd.config import Config
+from specd.device import Device
+from specd.errors import DrainingError, EngineError, QueueFullError, RequestError
+from specd.log import get_logger
+from specd.pages import BlockKeys
+from specd.pipeline.counters import Counters
+from specd.pipeline.loop import Pipeline
+from specd.proposers.ngram import NgramProposer
+from specd.request import FinishReason, Request, SequenceDelta
+from specd.sequence import Phase, Sequence
+from specd.status import EngineInfo, EngineState, EngineStats, RequestStatus
+from specd.text import Detokenizer, Tokenizer
+
+log = get_logger(__name__)
+
+
+class TokenStream(AsyncIterator[SequenceDelta]):
+    """The deltas of one request, all choices interleaved. Closing it early, or cancelling its reader, aborts."""
+
+    def __init__(self, engine: Engine, request: Request) -> None:
+        self.request = request
+        self.left = request.n  # choices without a finish_reason yet
+        self._engine = engine
+        self._queue: asyncio.Queue[SequenceDelta] = asyncio.Queue()
+        self._unread = request.n  # choices whose last delta has not been read
+
+    def put(self, delta: SequenceDelta) -> None:
+        self._queue.put_nowait(delta)
+
+    def __aiter__(self) -> TokenStream:
+        return self
+
+    async def __anext__(self) -> SequenceDelta:
+        if self._unread == 0:
+            raise StopAsyncIteration
+        try:
+            delta = await self._queue.get()
+        except asyncio.CancelledError:
+            self._engine.abort(self.request.request_id)
+            raise
+        if delta.finish_reason is not None:
+            self._unread -= 1
+        return delta
+
+    async def aclose(self) -> None:
+        """Aborts what has not finished; without effect afterwards."""
+        if self.left:
+            self._engine.abort(self.request.request_id)
+        self._unread = 0
+
+
+class _Live:
+    """A request in the table."""
+
+    def __init__(self, stream: TokenStream, sequences: list[Sequence]) -> None:
+        self.stream = stream
+        self.sequences = sequences
+        self.outcome = FinishReason.STOP  # the worst of its choices
+
+
+class Engine:
+    """See the module. `await Engine.create(config)` gives one that has already produced a token."""
+
+    def __init__(self, parts: Parts) -> None:
+        self.info: EngineInfo = parts.info
+        self.tokenizer: Tokenizer = parts.tokenizer
+        self._parts = parts
+        self._scheduler = parts.scheduler
+        self._secret = os.urandom(32)
+        self._live: dict[str, _Live] = {}
+        self._state = EngineState.LOADING
+        self._started_s = time.monotonic()
+        self._accepted = self._finished = self._failed = self._aborted = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._pipeline = Pipeline(
+            scheduler=parts.scheduler,
+            device=parts.device,
+            draft=parts.draft,
+            verify=parts.verify,
+            accept=parts.accept,
+            refill=parts.refill,
+            make_carry=None if parts.drafter is None else parts.make_carry,
+            publish=self._publish,
+        )
+        self._task = asyncio.get_running_loop().create_task(self._run(), name="specd-pipeline")
+
+    @classmethod
+    async def create(cls, config: Config, *, device: Device | None = None) -> Engine:
+        """Loads in a thread, starts the pipeline and sends a first request through draft and verify.
+
+        Raises ConfigError, FetchError, ModelError, DraftError, or EngineError when the first tokens fail.
+        """
+        from specd.selfcheck import warm_up
+
+        engine = cls(await asyncio.to_thread(assemble, config, device=device))
+        try:
+            engine._state = EngineState.READY
+            await warm_up(engine, self_check=config.speculation.self_check)
+            engine.reset_counters()
+        except BaseException:
+            await engine.close()
+            raise
+        return engine
+
+    @property
+    def state(self) -> EngineState:
+        return self._state
+
+    # ---------------------------------------------------------------- requests
+
+    def submit(self, request: Request) -> TokenStream:
+        """Accepts a request at once. Raises RequestError, QueueFullError, DrainingError or EngineError."""
+        self._check(request)
+        stream = TokenStream(self, request)
+        sequences = [self._sequence(request, index) for index in range(request.n)]
+        self._live[request.request_id] = _Live(stream, sequences)
+        self._accepted += 1
+        self._idle.clear()
+        for sequence in sequences:
+            self._scheduler.add(sequence)
+        self._pipeline.wake()
+        return stream
+
+    def abort(self, request_id: str) -> bool:
+        """Ends a live request; its pages are free before the next step. False when there is none of that name."""
+        live = self._live.get(request_id)
+        if live is None:
+            return False
+        for sequence in live.sequences:
+            sequence.abort_requested = sequence.phase is not Phase.FINISHED
+        self._pipeline.wake()
+        return True
+
+    def _check(self, request: Request) -> None:
+        if self._state in (EngineState.DRAINING, EngineState.STOPPED):
+            raise DrainingError("the server is shutting down")
+        if self._state is not EngineState.READY:
+            raise EngineError("the engine is not running")
+        if request.request_id in self._live:
+            raise RequestError(
+                f"a request {request.request_id!r} is still running", code="duplicate_request", param="request_id"
+            )
+        limit = self._parts.config.scheduler.max_waiting
+        if len(self._scheduler.waiting) + request.n > limit:
+            raise QueueFullError(f"the waiting queue is full ({limit} sequences)")
+        longest = self.info.max_len
+        if not 1 <= len(request.prompt_ids) < longest:
+            raise RequestError(
+                f"the prompt has {len(request.prompt_ids)} tokens; this model's maximum context length is {longest} "
+                "tokens, prompt and output together, and a prompt has at least one",
+                code="context_length_exceeded",
+                param="prompt",
+            )
+
+    def _sequence(self, request: Request, index: int) -> Sequence:
+        speculation = self._parts.config.speculation
+        wish = request.speculation
+        max_draft = self.info.max_draft if wish.max_draft is None else min(wish.max_draft, self.info.max_draft)
+        if wish.mode == "off":
+            max_draft = 0
+        traits = self._scheduler.traits
+        return Sequence(
+            request,
+            index,
+            eos_ids=self.info.eos_ids,
+            max_len=self.info.max_len,
+            max_draft=max_draft,
+            histogram_len=self.info.max_draft + 1,
+            detokenizer=Detokenizer(self.tokenizer, request.sampling.skip_special_tokens),
+            keys=BlockKeys(
+                secret=self._secret,
+                salt=request.cache_salt,
+                page_size=self.info.page_size,
+                lookahead=traits is not None and traits.shifted,
+            ),
+            proposer=NgramProposer(min_n=speculation.ngram_min, max_n=speculation.ngram_max)
+            if self._parts.uses_ngram and max_draft
+            else None,
+        )
+
+    def _publish(self, deltas: list[SequenceDelta]) -> None:
+        for delta in deltas:
+            live = self._live[delta.request_id]
+            live.stream.put(delta)
+            if delta.finish_reason is None:
+                continue
+            if delta.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
+                live.outcome = delta.finish_reason
+            live.stream.left -= 1
+            if live.stream.left == 0:
+                self._forget(delta.request_id, live.outcome)
+
+    def _forget(self, request_id: str, outcome: FinishReason) -> None:
+        del self._live[request_id]
+        self._failed += outcome is FinishReason.ERROR
+        self._aborted += outcome is FinishReason.ABORT
+        self._finished += outcome not in (FinishReason.ERROR, FinishReason.ABORT)
+        if not self._live:
+            self._idle.set()
+
+    # ---------------------------------------------------------------- life
+
+    async def _run(self) -> None:
+        try:
+            await self._pipeline.run()
+        except asyncio.CancelledError:
+            raise
+        except Exception:
+            log.exception("pipeline_failed")
+            self._state = EngineState.FAILED
+            self._end_all(FinishReason.ERROR, EngineError("the engine failed"))
+
+    def _end_all(self, reason: FinishReason, error: EngineError | None) -> None:
+        """Gives every live stream its last deltas without the pipeline."""
+        for request_id, live in list(self._live.items()):
+            for sequence in live.sequences:
+                if sequence.phase is Phase.FINISHED:
+                    continue
+                live.stream.left -= 1
+                live.stream.put(
+                    SequenceDelta(
+                        request_id=request_id,
+                        index=sequence.index,
+                        finish_reason=reason,
+                        error=error,
+                        stats=sequence.stats(),
+                    )
+                )
+            self._forget(request_id, reason)
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Accepts nothing more and waits for what was accepted; False when the time ran out."""
+        if self._state is EngineState.READY:
+            self._state = EngineState.DRAINING
+        try:
+            await asyncio.wait_for(self._idle.wait(), timeout_s)
+        except TimeoutError:
+            return False
+        return True
+
+    async def close(self) -> None:
+        """Ends what still runs (each stream gets its last delta) and frees threads and memory."""
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+        if self._state is not EngineState.FAILED:
+            self._state = EngineState.STOPPED
+        self._end_all(FinishReason.ABORT, None)
+        await asyncio.to_thread(self._parts.device.close)
+
+    # ---------------------------------------------------------------- looking at it
+
+    def reset_counters(self) -> None:
+        """Forgets the warm-up: counters start with what users ask for."""
+        self._scheduler.counters = Counters(self.info.max_draft)
+        self._accepted = self._finished = self._failed = self._aborted = 0
+
+    def stats(self) -> EngineStats:
+        pool, counters = self._scheduler.pool, self._scheduler.counters
+        busy = bool(self._scheduler.running or self._scheduler.waiting)
+        return EngineStats(
+            state=self._state,
+            uptime_s=time.monotonic() - self._started_s,
+            last_progress_s=time.monotonic() - self._pipeline.last_step_s if busy else 0.0,
+            running=len(self._scheduler.running),
+            waiting=len(self._scheduler.waiting),
+            pages_total=pool.num_pages,
+            pages_free=pool.num_free,
+            pages_cached=pool.num_cached,
+            accepted_requests=self._accepted,
+            finished_requests=dict(counters.finished),
+            prompt_tokens=counters.prompt_tokens,
+            cached_tokens=counters.cached_tokens,
+            generation_tokens=counters.generation_tokens,
+            preemptions=counters.preemptions,
+            steps=counters.steps,
+            drafts=dict(counters.drafts),
+            draft_tokens=dict(counters.draft_tokens),
+            accepted_tokens=dict(counters.accepted_tokens),
+            accepted_per_position=tuple(counters.accepted_per_position),
+            drafted_per_position=tuple(counters.drafted_per_position),
+            requests_failed=self._failed,
+            requests_aborted=self._aborted,
+            requests_finished=self._finished,
+        )
+
+    def requests(self) -> list[RequestStatus]:
+        """Every choice that has not ended."""
+        now = time.monotonic()
+        return [
+            RequestStatus(
+                request_id=sequence.request.request_id,
+                index=sequence.index,
+                state="decoding" if sequence.decoding else "prefilling" if sequence.slot >= 0 else "waiting",
+                age_s=now - sequence.request.arrival_s,
+                prompt_tokens=sequence.num_prompt,
+                output_tokens=sequence.num_output,
+                pages=len(sequence.pages),
+                draft_len=sequence.draft_len,
+                num_draft_tokens=sequence.speculation.num_drafted,
+                num_accepted_tokens=sequence.speculation.num_accepted,
+            )
+            for sequence in (*self._scheduler.running, *self._scheduler.waiting)
+        ]
+
+    def trace(self, seconds: float) -> dict[str, Any]:
+        """Chrome trace JSON of the last `seconds`."""
+        return self._parts.device.timeline.chrome_trace(seconds)

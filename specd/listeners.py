@@ -1,0 +1,73 @@
+"""Listening TCP sockets, and what answers on them while the model is being loaded."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import socket
+from collections.abc import AsyncIterator
+
+import aiohttp.web
+import orjson
+
+from specd.errors import ConfigError
+
+_BACKLOG = 1024
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening TCP socket. Raises ConfigError when the address cannot be had."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, protocol, _, address = found[0]
+        listener = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise ConfigError(f"server.host = {host!r}: {error.strerror}; give an address of this machine") from error
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(f"cannot listen on {host} port {port}: {error.strerror}; change --host or --port") from error
+    listener.setblocking(False)
+    return listener
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can connect to `host` (an address, or the name localhost)."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def address_of(listener: socket.socket) -> str:
+    """`http://127.0.0.1:8000`, with the port that was really bound; unix:PATH for a Unix socket."""
+    if listener.family == socket.AF_UNIX:
+        return f"unix:{listener.getsockname()}"
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+@contextlib.asynccontextmanager
+async def loading_site(listeners: list[socket.socket]) -> AsyncIterator[None]:
+    """Answers 503 `loading` to everything on copies of the listeners; the originals stay open."""
+
+    async def refuse(request: aiohttp.web.BaseRequest) -> aiohttp.web.Response:
+        message = "The model is being loaded; try again in a few seconds."
+        body = {"error": {"message": message, "type": "server_error", "param": None, "code": "loading"}}
+        response = aiohttp.web.Response(
+            body=orjson.dumps(body), status=503, content_type="application/json", headers={"Retry-After": "2"}
+        )
+        response.force_close()  # the next request must reach the real application
+        return response
+
+    runner = aiohttp.web.ServerRunner(aiohttp.web.Server(refuse, access_log=None), shutdown_timeout=1.0)
+    await runner.setup()
+    try:
+        for listener in listeners:
+            await aiohttp.web.SockSite(runner, listener.dup()).start()
+        yield
+    finally:
+        await runner.cleanup()

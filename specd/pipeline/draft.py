@@ -1,0 +1,157 @@
+"""Stage 2, on the draft stream: a chain of guesses per row.
+
+    carry[slot] -> d_1          no forward: the logits were carried over from the last refill
+    extend(d_1) -> d_2 ... extend(d_K-1) -> d_K
+
+Rows may want different lengths: row b takes part until it has its num_drafts[b]. Proposals of the host are copied in.
+A drafter that fails costs this step's drafts and nothing else: they stay -1, which matches no token.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from specd.device import Device, Handle
+from specd.drafters.base import Drafter
+from specd.log import get_logger
+from specd.sampling.batch import SamplingBatch, draft_batch
+from specd.sampling.draft import draw_draft
+from specd.step import DraftSource, StepPlan, indptr
+from specd.tensors import BatchInfo, DraftState, DraftTokens, batch_info
+
+log = get_logger(__name__)
+
+
+def host_drafts(plan: StepPlan, device: torch.device) -> torch.Tensor:
+    """The plan's proposals on the device, i64[B, K], -1 where the drafter or nobody proposes."""
+    return torch.from_numpy(plan.host_drafts.astype(np.int64)).to(device, non_blocking=True)
+
+
+def grow_chain(
+    drafter: Drafter,
+    plan: StepPlan,
+    rows: list[int],
+    rule: str,
+    argmax: bool,
+    carry: DraftState,
+    device: torch.device,
+) -> DraftTokens:
+    """Drafts for `rows` (those whose source is the drafter), next to the host's proposals for the others.
+
+    argmax: draft greedily also where the request samples; then there are no proposal distributions.
+    """
+    tokens = host_drafts(plan, device)
+    probs: torch.Tensor | None = None
+    slots = torch.from_numpy(plan.slots[rows].astype(np.int64)).to(device)
+    state = DraftState(
+        logits=carry.logits[slots],
+        hidden=None if carry.hidden is None else carry.hidden[slots],
+    )
+    lengths = plan.num_drafts[rows]
+    for depth in range(int(lengths.max())):
+        active = [row for row, length in zip(rows, lengths, strict=True) if length > depth]
+        state = _keep(state, [i for i, row in enumerate(rows) if row in set(active)], device)
+        rows, lengths = active, plan.num_drafts[active]
+        sampling = draft_batch(plan, drafter.vocab_size, device, active)
+        drawn, drawn_probs = _draw(state.logits, sampling, depth, rule, argmax)
+        index = torch.tensor(active, dtype=torch.int64).to(device)
+        tokens[index, depth] = drawn
+        if drawn_probs is not None:
+            if probs is None:
+                probs = torch.zeros((*tokens.shape, drawn_probs.shape[-1]), device=device)
+            probs[index, depth] = drawn_probs
+        going = [i for i, length in enumerate(lengths) if length > depth + 1]
+        if going:
+            state = _keep(state, going, device)
+            rows, lengths = [active[i] for i in going], lengths[going]
+            state = drafter.extend(drawn[torch.tensor(going).to(device)], state.hidden, _one_token(plan, rows, depth, drafter, device))
+    return DraftTokens(tokens=tokens, probs=probs)
+
+
+def _draw(
+    logits: torch.Tensor, sampling: SamplingBatch, depth: int, rule: str, argmax: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    if argmax:
+        return logits.argmax(-1), None
+    return draw_draft(logits, sampling, depth, rule)
+
+
+def _keep(state: DraftState, rows: list[int], device: torch.device) -> DraftState:
+    if len(rows) == len(state.logits):
+        return state
+    index = torch.tensor(rows, dtype=torch.int64).to(device)
+    return DraftState(state.logits[index], None if state.hidden is None else state.hidden[index])
+
+
+def _one_token(plan: StepPlan, rows: list[int], depth: int, drafter: Drafter, device: torch.device) -> BatchInfo:
+    """Batch information of the forward that processes draft `depth` (0-based) of each row.
+
+    With the root at position n an LM draft has processed it already and writes slot n + 1 + depth; a head pairs the
+    root's feature with the first draft and writes slot n + depth.
+    """
+    root = plan.kv_lens[rows] - plan.num_drafts[rows]  # tokens up to and including the root
+    pages = [plan.pages(row) for row in rows]
+    return batch_info(
+        query_lens=np.ones(len(rows), np.int32),
+        kv_lens=(root + depth + drafter.traits.extra_slots).astype(np.int32),
+        page_indptr=indptr(np.asarray([len(part) for part in pages], np.int32)),
+        page_indices=np.concatenate(pages),
+        slots=plan.slots[rows],
+        page_size=plan.page_size,
+        device=device,
+    )
+
+
+class DraftStage:
+    """Launches drafting on the draft stream."""
+
+    def __init__(self, drafter: Drafter | None, device: Device, *, rule: str, argmax: bool) -> None:
+        self._drafter = drafter
+        self._device = device
+        self._rule = rule
+        self._argmax = argmax
+        self._stream = device.stream("draft")
+
+    def launch(self, plan: StepPlan, carry: Handle[DraftState] | None) -> tuple[Handle[DraftTokens], int]:
+        """Drafts of a step, and how many drafter forwards they take."""
+        device = self._device.torch_device
+        rows = np.flatnonzero((plan.sources == DraftSource.DRAFTER) & (plan.num_drafts > 0)).tolist()
+        if self._drafter is None or carry is None or not rows:
+            # The handle of the last refill is waited for all the same: verify may reuse pages it still writes.
+            handle = self._stream.launch(_proposals, plan, device, carry, on_error=_plain(plan, device))
+            return handle, 0
+        handle = self._stream.launch(
+            grow_chain,
+            self._drafter,
+            plan,
+            rows,
+            self._rule,
+            self._argmax,
+            carry,
+            device,
+            stage="draft",
+            step=plan.step,
+            on_error=_plain(plan, device),
+        )
+        return handle, plan.max_drafts - 1
+
+
+def _proposals(plan: StepPlan, device: torch.device, after: object) -> DraftTokens:
+    return DraftTokens(tokens=host_drafts(plan, device))
+
+
+def _plain(plan: StepPlan, device: torch.device) -> _Fallback:
+    return _Fallback(plan, device)
+
+
+class _Fallback:
+    """A failed draft means K = 0: the proposals of the host alone, -1 for the drafter's."""
+
+    def __init__(self, plan: StepPlan, device: torch.device) -> None:
+        self._plan = plan
+        self._device = device
+
+    def __call__(self, error: Exception) -> DraftTokens:
+        log.warning("draft_failed", step=self._plan.step, error=repr(error))
+        return DraftTokens(tokens=host_drafts(self._plan, self._device))

@@ -1,0 +1,207 @@
+"""How many drafts each row gets: fixed, or from measured acceptance and measured step costs. No torch.
+
+Lossless whatever it decides: the match rule's text does not depend on draft lengths, and a length never depends on a
+token that was just drawn, only on the past (spec: the trap of 1.0).
+"""
+
+from __future__ import annotations
+
+import bisect
+import collections
+import dataclasses
+from collections.abc import Sequence as Rows
+from typing import Protocol
+
+from specd.sequence import Sequence
+from specd.step import DraftSource, StepStats
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DraftRequest:
+    """A row that could speculate: who would propose, and at most how many."""
+
+    sequence: Sequence
+    source: DraftSource
+    max_drafts: int
+
+
+class DraftLength(Protocol):
+    """The seam between schedule and the length policy."""
+
+    def choose(self, requests: Rows[DraftRequest], num_plain: int) -> list[int]:
+        """Drafts for each request; num_plain rows of the step have none."""
+        ...
+
+    def wants_drafter(self, sequence: Sequence, *, drafting: bool) -> bool:
+        """Whether the drafter should keep up with this sequence (refill it). Asked once a step of each sequence."""
+        ...
+
+    def observe_row(self, sequence: Sequence, source: DraftSource, *, drafted: int, accepted: int) -> None:
+        """One verified row; also a proposal that was not verified but could be compared (drafted 1)."""
+        ...
+
+    def observe_step(self, stats: StepStats) -> None: ...
+
+    def forget(self, sequence: Sequence) -> None: ...
+
+
+class FixedLength:
+    """Exactly `length` drafts in each decode step, shortened only by what a sequence may still emit."""
+
+    def __init__(self, length: int) -> None:
+        self._length = length
+
+    def choose(self, requests: Rows[DraftRequest], num_plain: int) -> list[int]:
+        return [min(self._length, request.max_drafts) for request in requests]
+
+    def wants_drafter(self, sequence: Sequence, *, drafting: bool) -> bool:
+        return self._length > 0
+
+    def observe_row(self, sequence: Sequence, source: DraftSource, *, drafted: int, accepted: int) -> None:
+        return
+
+    def observe_step(self, stats: StepStats) -> None:
+        return
+
+    def forget(self, sequence: Sequence) -> None:
+        return
+
+
+class StepCost:
+    """Seconds of a decode step by the tokens it verifies: moving averages, linear in between.
+
+    Unseen sizes beyond the largest seen one are extrapolated with the slope of `optimism` per token of the nearest
+    measurement, so that they are tried once; then the measurement counts. With few measurements the average is plain.
+    """
+
+    def __init__(self, *, optimism: float = 0.02, weight: float = 0.15) -> None:
+        self._optimism = optimism
+        self._weight = weight
+        self._sizes: list[int] = []
+        self._seconds: dict[int, float] = {}
+        self._counts: collections.Counter[int] = collections.Counter()
+
+    def observe(self, size: int, seconds: float) -> None:
+        self._counts[size] += 1
+        if size not in self._seconds:
+            bisect.insort(self._sizes, size)
+            self._seconds[size] = seconds
+            return
+        # One slow step (another process, a page fault) must not count like a trend.
+        clipped = min(seconds, 4 * self._seconds[size])
+        weight = max(self._weight, 1 / self._counts[size])
+        self._seconds[size] += weight * (clipped - self._seconds[size])
+
+    def __call__(self, size: int) -> float | None:
+        """None while nothing has been measured."""
+        if not self._sizes:
+            return None
+        at = bisect.bisect_left(self._sizes, size)
+        if at < len(self._sizes) and self._sizes[at] == size:
+            return self._seconds[size]
+        if at == 0 or at == len(self._sizes):
+            nearest = self._sizes[min(at, len(self._sizes) - 1)]
+            return self._seconds[nearest] * max(0.1, 1 + self._optimism * (size - nearest))
+        low, high = self._sizes[at - 1], self._sizes[at]
+        share = (size - low) / (high - low)
+        return self._seconds[low] * (1 - share) + self._seconds[high] * share
+
+
+@dataclasses.dataclass(slots=True)
+class _Acceptance:
+    """Probability that a draft is kept, given that the ones before it were: an average that starts at a prior."""
+
+    rate: float
+    weight: float = 4.0  # how many observations the prior counts for
+
+    def observe(self, drafted: int, accepted: int) -> None:
+        for i in range(min(drafted, accepted + 1)):
+            self.weight = min(self.weight + 1, 32.0)
+            self.rate += ((1.0 if i < accepted else 0.0) - self.rate) / self.weight
+
+
+class AdaptiveLength:
+    """Spends drafts where they are likeliest to be kept, for as long as the step's tokens per second rise.
+
+    A row's j-th draft is kept with probability a ** j. All rows' candidates, likeliest first, are added to the step
+    while (rows + expected kept) / cost(tokens) grows. Nothing is drafted when plain decoding is faster; then a
+    proposer's guesses are still compared with what comes (free), and a drafter is tried again every `retry_steps`.
+    """
+
+    GAIN = 1.03  # drafts must promise this much over plain decoding: measurements are noisy
+
+    def __init__(self, *, retry_steps: int = 64) -> None:
+        self._retry_steps = retry_steps
+        self._verify = StepCost()
+        self._draft = StepCost(optimism=0.0)  # seconds of one drafter forward, by rows
+        self._host = StepCost()  # seconds of a step in which nothing computes
+        self._prior: dict[DraftSource, _Acceptance] = {}
+        self._rates: dict[tuple[int, DraftSource], _Acceptance] = {}
+        self._idle_steps: collections.Counter[int] = collections.Counter()
+
+    def choose(self, requests: Rows[DraftRequest], num_plain: int) -> list[int]:
+        rows = len(requests) + num_plain
+        if self._verify(rows) is None or not requests:
+            return [0] * len(requests)
+        plain = self._cost(requests, [0] * len(requests), rows)
+        candidates = sorted(
+            (
+                (-self._rate(request.sequence, request.source).rate ** j, j, i)
+                for i, request in enumerate(requests)
+                for j in range(1, request.max_drafts + 1)
+            ),
+        )
+        lengths, best = [0] * len(requests), [0] * len(requests)
+        kept, best_speed = 0.0, rows / plain * self.GAIN
+        for loss, depth, i in candidates:
+            kept -= loss
+            lengths[i] = depth
+            cost = self._cost(requests, lengths, rows)
+            if (rows + kept) / cost > best_speed:
+                best_speed, best = (rows + kept) / cost, lengths.copy()
+        for i, request in enumerate(requests):
+            if request.source is DraftSource.DRAFTER and request.max_drafts and self._retry_due(request.sequence):
+                best[i] = max(best[i], 1)
+        return best
+
+    def wants_drafter(self, sequence: Sequence, *, drafting: bool) -> bool:
+        """Not while its drafts do not pay; every `retry_steps` it catches up, and the next step tries one draft."""
+        self._idle_steps[id(sequence)] = 0 if drafting else self._idle_steps[id(sequence)] + 1
+        return self._idle_steps[id(sequence)] <= 2 or self._retry_due(sequence)
+
+    def observe_row(self, sequence: Sequence, source: DraftSource, *, drafted: int, accepted: int) -> None:
+        self._rate(sequence, source).observe(drafted, accepted)
+        self._prior[source].observe(drafted, accepted)
+
+    def observe_step(self, stats: StepStats) -> None:
+        """Steps with prefill rows are no measure of a decode step."""
+        if stats.num_prefill_tokens:
+            return
+        self._verify.observe(stats.num_tokens, stats.verify_s)
+        if stats.num_draft_steps:
+            self._draft.observe(stats.num_rows, stats.draft_s / stats.num_draft_steps)
+        elif stats.num_refill_tokens:
+            self._draft.observe(stats.num_refill_tokens, stats.refill_s)
+        computing = stats.verify_s + stats.draft_s + stats.refill_s
+        self._host.observe(0, max(stats.duration_s - computing, 0.0))
+
+    def forget(self, sequence: Sequence) -> None:
+        for source in DraftSource:
+            self._rates.pop((id(sequence), source), None)
+        self._idle_steps.pop(id(sequence), None)
+
+    def _rate(self, sequence: Sequence, source: DraftSource) -> _Acceptance:
+        prior = self._prior.setdefault(source, _Acceptance(0.6))
+        return self._rates.setdefault((id(sequence), source), _Acceptance(prior.rate))
+
+    def _cost(self, requests: Rows[DraftRequest], lengths: list[int], rows: int) -> float:
+        verify = self._verify(rows + sum(lengths))
+        assert verify is not None
+        drafted = [n for request, n in zip(requests, lengths, strict=True) if request.source is DraftSource.DRAFTER]
+        forwards = max(drafted, default=0)  # depth - 1 extends and the refill
+        drafting = forwards * (self._draft(sum(n > 0 for n in drafted)) or 0.0)
+        return verify + drafting + (self._host(0) or 0.0)
+
+    def _retry_due(self, sequence: Sequence) -> bool:
+        idle = self._idle_steps[id(sequence)]
+        return idle > 0 and idle % self._retry_steps == 0

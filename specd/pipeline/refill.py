@@ -1,0 +1,205 @@
+"""Stage 5, on the draft stream: the drafter catches up on what was accepted, and its logits are carried.
+
+    EXACT   await report -> tokens the drafter lacks: [missing known .., accepted it never saw .., newest]
+    PADDED  no wait: the target's own batch, tokens shifted left by one, the newest token inserted at the last row;
+            rows behind it are junk that later steps overwrite before reading
+
+    carry[slot] = state after the newest token        (rows that did not catch up to it keep their old carry)
+
+The next schedule runs on the host meanwhile. A refill that fails costs drafts, never a request.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import torch
+
+from specd.device import Device, Handle
+from specd.drafters.base import Drafter
+from specd.kv import PagedFeatures
+from specd.pipeline.plan import Refill
+from specd.pipeline.verify import VerifyBatch
+from specd.step import I32, AcceptanceReport, DraftSource, RefillMode, StepPlan, indptr
+from specd.tensors import Acceptance, BatchInfo, DraftState, TargetOutput, batch_info
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Missing:
+    """What an EXACT refill computes, on the host: only rows with something to do."""
+
+    rows: list[int]
+    tokens: list[list[int]]
+    starts: list[int]  # position (= drafter KV slot) of each row's first token
+    carried: list[int]  # rows (of `rows`) whose last token is the newest one
+
+
+def missing_tokens(plan: StepPlan, report: AcceptanceReport, *, shifted: bool) -> Missing:
+    """Tokens the drafter has no KV for: known ones first, then what this step accepted.
+
+    An LM draft that drafted d_1..d_K itself holds d_1..d_min(a, K-1); with all K accepted it lacks two, [d_K, newest].
+    A head's slot i holds (h_i, t_i+1): its tokens are shifted left by one, and the target's features overwrite its own.
+    """
+    out = Missing([], [], [], [])
+    for row in range(plan.num_rows):
+        mode = int(plan.refills[row])
+        if mode == Refill.NONE:
+            continue
+        known = plan.refill_tokens[plan.refill_indptr[row] : plan.refill_indptr[row + 1]].tolist()
+        start = int(plan.drafter_lens[row])
+        emitted = report.tokens[row, : report.num_accepted[row] + 1].tolist() if mode == Refill.NEWEST else []
+        if report.failed[row]:
+            continue
+        if shifted:
+            known = known[1:] + ([int(plan.next_prompt_tokens[row])] if mode == Refill.KNOWN else [])
+        elif mode == Refill.NEWEST and not known and plan.sources[row] == DraftSource.DRAFTER:
+            drafted = int((report.drafts[row, : plan.num_drafts[row]] >= 0).sum())
+            kept = min(int(report.num_accepted[row]), max(drafted - 1, 0))
+            start, emitted = start + kept, emitted[kept:]
+        tokens = known + emitted
+        if tokens:
+            if mode == Refill.NEWEST:
+                out.carried.append(len(out.rows))
+            out.rows.append(row)
+            out.tokens.append(tokens)
+            out.starts.append(start)
+    return out
+
+
+def refill_exact(
+    drafter: Drafter,
+    features: PagedFeatures | None,
+    plan: StepPlan,
+    missing: Missing,
+    carry: DraftState,
+    device: torch.device,
+) -> DraftState:
+    """One ragged forward over the missing tokens; writes the drafter's KV and the carry."""
+    if not missing.rows:
+        return carry
+    query_lens = np.asarray([len(tokens) for tokens in missing.tokens], np.int32)
+    page_indptr, page_indices = _pages(plan, missing.rows)
+    info = batch_info(
+        query_lens=query_lens,
+        kv_lens=np.asarray(missing.starts, np.int32) + query_lens,
+        page_indptr=page_indptr,
+        page_indices=page_indices,
+        slots=plan.slots[missing.rows],
+        page_size=plan.page_size,
+        device=device,
+    )
+    tokens = torch.tensor([token for part in missing.tokens for token in part], dtype=torch.int64).to(device)
+    read = None if features is None else features.read(info.write_slots)
+    carried = torch.tensor(missing.carried, dtype=torch.int64).to(device)
+    last_rows = info.qo_indptr[1:].long() - 1
+    state = drafter.refill(tokens, read, info, last_rows[carried])
+    return write_carry(carry, info.slots[carried], state)
+
+
+def refill_padded(
+    drafter: Drafter,
+    batch: VerifyBatch,
+    output: TargetOutput,
+    accepted: Acceptance,
+    next_prompt: torch.Tensor,
+    emits: torch.Tensor,
+    drafts: torch.Tensor,
+    carry: DraftState,
+) -> DraftState:
+    """The head over the target's own batch, without a host wait. Shapes: next_prompt i64[B], emits bool[B]."""
+    info = batch.info
+    last_rows = torch.where(emits, accepted.last_row, info.qo_indptr[1:].long() - 1)
+    inserted = torch.where(emits, accepted.next_token, next_prompt)
+    tokens = shift_left(verified_tokens(batch, drafts), last_rows, inserted)
+    state = drafter.refill(tokens, output.features, info, last_rows)
+    # Rows in the middle of a prompt write their slot's carry too: the row that emits overwrites it before any draft.
+    return write_carry(carry, info.slots, state)
+
+
+def verified_tokens(batch: VerifyBatch, drafts: torch.Tensor) -> torch.Tensor:
+    """i64[T]: what verify computed, drafts filled in (drafts i64[B, K])."""
+    tokens = batch.tokens.clone()
+    tokens[batch.draft_positions] = drafts.reshape(-1)[batch.draft_index].clamp(min=0)
+    return tokens
+
+
+def shift_left(tokens: torch.Tensor, last_rows: torch.Tensor, inserted: torch.Tensor) -> torch.Tensor:
+    """tokens i64[T] moved one to the left, with inserted i64[B] at last_rows i64[B]; what is behind stays junk."""
+    shifted = torch.cat([tokens[1:], tokens[-1:]])
+    return shifted.index_copy(0, last_rows, inserted)
+
+
+def write_carry(carry: DraftState, slots: torch.Tensor, state: DraftState) -> DraftState:
+    """Copies state rows into the carry at slots i64[B], in place."""
+    carry.logits.index_copy_(0, slots, state.logits.to(carry.logits.dtype))
+    if carry.hidden is not None and state.hidden is not None:
+        carry.hidden.index_copy_(0, slots, state.hidden.to(carry.hidden.dtype))
+    return carry
+
+
+def _pages(plan: StepPlan, rows: list[int]) -> tuple[I32, I32]:
+    parts = [plan.pages(row) for row in rows]
+    return indptr(np.asarray([len(part) for part in parts], np.int32)), np.concatenate(parts)
+
+
+class RefillStage:
+    """Launches the drafter's catch-up on the draft stream."""
+
+    def __init__(self, drafter: Drafter, device: Device, *, features: PagedFeatures | None) -> None:
+        self._drafter = drafter
+        self._features = features
+        self._device = device
+        self._stream = device.stream("refill")
+
+    def padded(self, plan: StepPlan) -> bool:
+        """Whether this step's refill can reuse the target's batch: no row has a hole to fill first."""
+        contiguous = plan.drafter_lens == plan.kv_lens - plan.query_lens
+        return self._drafter.traits.refill_mode is RefillMode.PADDED and bool((contiguous & (plan.refills > 0)).all())
+
+    def launch_exact(
+        self, plan: StepPlan, report: AcceptanceReport, carry: Handle[DraftState]
+    ) -> tuple[Handle[DraftState], int]:
+        """The refill's handle and how many tokens it computes."""
+        missing = missing_tokens(plan, report, shifted=self._drafter.traits.shifted)
+        handle = self._stream.launch(
+            refill_exact,
+            self._drafter,
+            self._features,
+            plan,
+            missing,
+            carry,
+            self._device.torch_device,
+            stage="refill",
+            step=plan.step,
+        )
+        return handle, sum(len(tokens) for tokens in missing.tokens)
+
+    def launch_padded(
+        self,
+        plan: StepPlan,
+        batch: Handle[VerifyBatch],
+        output: Handle[TargetOutput],
+        accepted: Handle[Acceptance],
+        drafts: Handle[torch.Tensor],
+        carry: Handle[DraftState],
+    ) -> tuple[Handle[DraftState], int]:
+        device = self._device.torch_device
+        next_prompt = torch.from_numpy(plan.next_prompt_tokens.astype(np.int64)).to(device, non_blocking=True)
+        emits = torch.from_numpy(plan.emits > 0).to(device, non_blocking=True)
+        handle = self._stream.launch(
+            refill_padded,
+            self._drafter,
+            batch,
+            output,
+            accepted,
+            next_prompt,
+            emits,
+            drafts,
+            carry,
+            stage="refill",
+            step=plan.step,
+        )
+        return handle, plan.num_tokens
+
+

@@ -1,0 +1,326 @@
+"""Stage 1, on the host: who runs, how many drafts, which pages. No torch.
+
+One path for everything: a row is `num_known` tokens that the host knows and `num_drafts` guesses. A prompt chunk is a
+row without drafts, a decode row knows exactly one token, the root.
+
+Order of a step, which is also the order of rights: decode rows (oldest first, never starved by prompts), their drafts,
+prompts that have begun, prompts that wait. Every page that the step can touch is owned before it is launched: the
+drafts', and the one more slot that an LM drafter fills with the newest token.
+
+When pages run out the youngest sequence is preempted: its pages go back (full ones stay findable), and it computes its
+tokens again later. Its text does not change: noise is keyed by position.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import time
+from collections.abc import Sequence as Rows
+from typing import Literal
+
+from specd.commit import RowReport, abortion, commit, failure
+from specd.errors import SpecdError
+from specd.pages import PagePool
+from specd.pipeline.counters import Counters
+from specd.pipeline.draft_length import DraftLength, DraftRequest
+from specd.pipeline.plan import Refill, Row, ScheduledStep, build_plan
+from specd.request import SequenceDelta
+from specd.sequence import Phase, Sequence
+from specd.step import DraftSource, DraftTraits
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Limits:
+    """What one step may hold (`scheduler.*`)."""
+
+    max_running: int
+    max_tokens: int
+    mixed: Literal["speculate", "plain"] = "speculate"
+    pad_proposals: bool = False  # `speculation.draft_len` is a number: proposals are filled up to exactly that many
+
+
+class Scheduler:
+    """Owns the sequences, the page pool and the token budget. Called between a step's report and the next launch."""
+
+    def __init__(
+        self,
+        *,
+        pool: PagePool,
+        limits: Limits,
+        traits: DraftTraits | None,
+        length: DraftLength,
+        counters: Counters,
+    ) -> None:
+        self.pool = pool
+        self.counters = counters
+        self.limits = limits
+        self.length = length
+        self.traits = traits  # None: no drafter, or it was given up
+        self.waiting: collections.deque[Sequence] = collections.deque()
+        self.running: list[Sequence] = []  # oldest first
+        self._free_slots = list(range(limits.max_running - 1, -1, -1))
+        self._extra_slots = 0 if traits is None else traits.extra_slots
+
+    # ---------------------------------------------------------------- sequences
+
+    def add(self, sequence: Sequence) -> None:
+        self.waiting.append(sequence)
+
+    def reap(self) -> list[SequenceDelta]:
+        """Ends what was aborted since the last step; its pages are free afterwards."""
+        aborted = [s for s in (*self.running, *self.waiting) if s.abort_requested]
+        for sequence in aborted:
+            self._finish(sequence)
+        deltas = [abortion(sequence) for sequence in aborted]
+        for delta in deltas:
+            self.counters.ended(delta)
+        return deltas
+
+    def apply(self, scheduled: ScheduledStep, reports: Rows[RowReport | SpecdError]) -> list[SequenceDelta]:
+        """Commits one step's report, row by row; an error instead of a report ends that row's sequence alone."""
+        deltas = []
+        for row, report in zip(scheduled.rows, reports, strict=True):
+            sequence = row.sequence
+            if isinstance(report, SpecdError):
+                delta = failure(sequence, report)
+            elif not row.emits:
+                sequence.num_computed += row.num_known
+                delta = None
+            else:
+                delta = commit(sequence, report, source=row.source, step=scheduled.plan.step)
+                sequence.num_computed = len(sequence.tokens) - 1
+                self.counters.committed(delta, row.source, report.num_drafts)
+                self._observe(row, report)
+            self._advance_drafter(row)
+            self._publish(sequence)
+            if delta is not None:
+                deltas.append(delta)
+                self.counters.ended(delta)
+                if delta.finish_reason is not None:
+                    self._finish(sequence)
+        return deltas
+
+    def refill_failed(self, scheduled: ScheduledStep) -> None:
+        """The drafter's KV is in doubt: every mark goes back to 0, nothing else happens."""
+        self.pool.forget_drafter()
+        for sequence in (*self.running, *(row.sequence for row in scheduled.rows)):
+            sequence.drafter_len = 0
+            sequence.carry_valid = False
+
+    def give_up_drafter(self) -> None:
+        """The drafter keeps failing: from now on there is none."""
+        self.traits = None
+
+    # ---------------------------------------------------------------- one step
+
+    def schedule(self, step: int) -> ScheduledStep | None:
+        """The next step, or None when there is nothing to run."""
+        rows = self._decode_rows()
+        budget = self.limits.max_tokens - len(rows)
+        if self.limits.mixed == "plain":
+            prefills = self._prefill_rows(budget)
+            if not prefills:
+                self._add_drafts(rows, budget)
+        else:
+            budget -= self._add_drafts(rows, budget)
+            prefills = self._prefill_rows(budget)
+        rows += prefills
+        if not rows:
+            return None
+        self._add_refills(rows)
+        for row in rows:
+            row.sequence.draft_len = row.num_drafts
+        return ScheduledStep(build_plan(step, rows, self.pool.page_size), tuple(rows))
+
+    def _decode_rows(self) -> list[Row]:
+        rows = []
+        for sequence in self.running.copy():
+            if not sequence.decoding:
+                continue
+            while sequence.phase is Phase.RUNNING and not self._reserve(sequence, sequence.num_computed + 1):
+                self._preempt(self.running[-1])
+            if sequence.phase is Phase.RUNNING:
+                rows.append(Row(sequence, num_known=1, emits=True))
+        return [row for row in rows if row.sequence.phase is Phase.RUNNING]
+
+    def _add_drafts(self, rows: list[Row], budget: int) -> int:
+        """Gives decode rows their drafts; returns how many there are in all."""
+        requests, owners, proposals = [], [], []
+        for row in rows:
+            most = self._most_drafts(row.sequence)
+            guess = self._propose(row.sequence, most)
+            if most and (guess or self._can_draft(row.sequence)):
+                source = row.sequence.proposer.source if guess and row.sequence.proposer else DraftSource.DRAFTER
+                most = min(most, len(guess)) if guess else most
+                requests.append(DraftRequest(row.sequence, source, most))
+                owners.append(row)
+                proposals.append(guess)
+        lengths = self.length.choose(requests, len(rows) - len(requests))
+        total = 0
+        for request, row, guess, length in zip(requests, owners, proposals, lengths, strict=True):
+            row.source = request.source
+            row.host_drafts = guess  # also kept when nothing is verified: it is compared with what comes
+            row.num_drafts = self._fit(row.sequence, min(length, budget - total))
+            total += row.num_drafts
+        return total
+
+    def _most_drafts(self, sequence: Sequence) -> int:
+        left = sequence.limit - len(sequence.tokens)
+        depth = 64 if self.traits is None else self.traits.max_depth
+        return max(0, min(sequence.max_draft, left - 1, depth))
+
+    def _propose(self, sequence: Sequence, most: int) -> list[int]:
+        if sequence.proposer is None or most == 0:
+            return []
+        guess = sequence.proposer.propose(most)
+        if self.limits.pad_proposals and not (self.traits and not guess):
+            guess += [(guess or sequence.tokens)[-1]] * (most - len(guess))
+        return guess
+
+    def _can_draft(self, sequence: Sequence) -> bool:
+        return self.traits is not None and sequence.carry_valid
+
+    def _fit(self, sequence: Sequence, drafts: int) -> int:
+        """Most drafts (<= drafts) for which pages can be had without preempting anybody."""
+        while drafts > 0 and not self._reserve(sequence, sequence.num_computed + 1 + drafts):
+            drafts -= 1
+        return max(drafts, 0)
+
+    def _prefill_rows(self, budget: int) -> list[Row]:
+        rows = []
+        for sequence in self.running:
+            if not sequence.decoding and budget > 0:
+                rows.append(self._chunk(sequence, budget))
+                budget -= rows[-1].num_known
+        for sequence in list(self.waiting):
+            if budget <= 0 or not self._free_slots:
+                break
+            if self._sibling_prefills(sequence):
+                continue
+            if not self._admit(sequence):
+                break
+            rows.append(self._chunk(sequence, budget))
+            budget -= rows[-1].num_known
+        return rows
+
+    def _chunk(self, sequence: Sequence, budget: int) -> Row:
+        left = len(sequence.tokens) - sequence.num_computed
+        return Row(sequence, num_known=min(left, budget), emits=left <= budget)
+
+    def _sibling_prefills(self, sequence: Sequence) -> bool:
+        """Whether another choice of the same prompt is computing what this one would find in the prefix cache."""
+        return self.pool.prefix_cache and any(
+            other.request is sequence.request and other.num_output == 0 and other.num_prompt > self.pool.page_size
+            for other in self.running
+        )
+
+    def _admit(self, sequence: Sequence) -> bool:
+        """Moves a sequence from waiting to running with all pages of its tokens, or does nothing."""
+        keys = sequence.keys.update(sequence.tokens, len(sequence.tokens) - 1)
+        pages = self.pool.match(keys)
+        sequence.pages = pages
+        if not self._reserve(sequence, len(sequence.tokens)):
+            self.pool.release(pages)
+            sequence.pages = []
+            return False
+        self.waiting.remove(sequence)
+        self.running.append(sequence)
+        sequence.phase = Phase.RUNNING
+        sequence.slot = self._free_slots.pop()
+        sequence.num_published = len(pages)
+        sequence.num_computed = len(pages) * self.pool.page_size
+        sequence.drafter_len = self.pool.drafter_len(pages)
+        if sequence.scheduled_s is None:
+            sequence.scheduled_s = time.monotonic()
+            sequence.num_cached = sequence.num_computed
+            self.counters.admitted(sequence)
+        return True
+
+    def _add_refills(self, rows: list[Row]) -> None:
+        """Says what the drafter catches up after verify, oldest row first, within one step's token budget."""
+        if self.traits is None:
+            return
+        budget = self.limits.max_tokens
+        for row in rows:
+            sequence = row.sequence
+            drafting = row.num_drafts > 0
+            longest = len(sequence.tokens) + row.num_drafts + self._extra_slots
+            if self.traits.max_context is not None and longest > self.traits.max_context:
+                continue
+            if sequence.max_draft == 0 or not self.length.wants_drafter(sequence, drafting=drafting):
+                continue
+            lacking = sequence.num_computed + row.num_known - sequence.drafter_len
+            row.num_refill = max(0, min(lacking, budget))
+            budget -= row.num_refill
+            whole = row.num_refill >= lacking
+            row.refill = Refill.NEWEST if row.emits and whole else Refill.KNOWN
+            if row.refill == Refill.KNOWN and row.num_refill == 0:
+                row.refill = Refill.NONE
+
+    # ---------------------------------------------------------------- pages
+
+    def _reserve(self, sequence: Sequence, num_slots: int) -> bool:
+        """Makes the sequence own pages for num_slots KV slots and the drafter's extra one; False changes nothing."""
+        size = self.pool.page_size
+        missing = -(-(num_slots + self._extra_slots) // size) - len(sequence.pages)
+        if missing > 0:
+            pages = self.pool.allocate(missing)
+            if pages is None:
+                return False
+            sequence.pages += pages
+        return True
+
+    def _publish(self, sequence: Sequence) -> None:
+        """Makes the blocks findable whose target KV is final, with the drafter's marks."""
+        size = self.pool.page_size
+        keys = sequence.keys.update(sequence.tokens, sequence.num_computed)
+        for i in range(sequence.num_published, min(len(keys), sequence.num_computed // size)):
+            self.pool.publish(sequence.pages[i], keys[i])
+            sequence.num_published = i + 1
+        if self.traits is not None:
+            for i in range(sequence.num_published):
+                self.pool.raise_drafter_len(sequence.pages[i], sequence.drafter_len - i * size)
+
+    def _advance_drafter(self, row: Row) -> None:
+        """Marks what the refill that is about to run will have written."""
+        sequence = row.sequence
+        if row.refill == Refill.NEWEST:
+            sequence.drafter_len = len(sequence.tokens) - 1 + self._extra_slots
+        elif row.refill == Refill.KNOWN:
+            sequence.drafter_len += row.num_refill
+        sequence.carry_valid = row.refill == Refill.NEWEST
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self._release(sequence)
+        sequence.phase = Phase.WAITING
+        sequence.num_preemptions += 1
+        self.counters.preemptions += 1
+        self.waiting.appendleft(sequence)
+
+    def _finish(self, sequence: Sequence) -> None:
+        if sequence.phase is Phase.WAITING:
+            self.waiting.remove(sequence)
+        elif sequence.phase is Phase.RUNNING:
+            self._release(sequence)
+        sequence.phase = Phase.FINISHED
+        self.length.forget(sequence)
+
+    def _release(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        self.pool.release(sequence.pages)
+        self._free_slots.append(sequence.slot)
+        sequence.pages, sequence.slot = [], -1
+        sequence.num_computed = sequence.num_published = sequence.drafter_len = 0
+        sequence.carry_valid = False
+
+    # ---------------------------------------------------------------- what was learnt
+
+    def _observe(self, row: Row, report: RowReport) -> None:
+        if report.num_drafts:
+            self.length.observe_row(
+                row.sequence, row.source, drafted=report.num_drafts, accepted=report.num_accepted
+            )
+        elif row.host_drafts and report.tokens:
+            kept = int(row.host_drafts[0] == report.tokens[0])
+            self.length.observe_row(row.sequence, row.source, drafted=1, accepted=kept)

@@ -1,0 +1,109 @@
+"""Stage 3, on the target's stream: one forward over every row's known tokens and drafts.
+
+    row:     [prompt chunk]            a prefill row: K = 0
+             [root, d_1, .. d_K]       a decode row: logits row i is the target's distribution after d_i
+
+Its batch information does not depend on the drafts, only on how many there are, so it is made while they are drafted.
+Draft positions whose draft failed (-1) are computed for token 0: junk KV that later steps overwrite before reading.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import torch
+
+from specd.device import Device, Handle
+from specd.kv import PagedFeatures, PagedKV
+from specd.models.base import Model
+from specd.step import StepPlan, indptr
+from specd.tensors import BatchInfo, DraftTokens, TargetOutput, batch_info
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class VerifyBatch:
+    """A plan on the device. T query tokens, R logits rows, D drafted positions."""
+
+    info: BatchInfo
+    tokens: torch.Tensor  # i64[T], draft positions 0
+    draft_positions: torch.Tensor  # i64[D] packed position of each draft ...
+    draft_index: torch.Tensor  # i64[D] ... and its place in DraftTokens.tokens, flattened
+    logit_rows: torch.Tensor  # i64[R]
+
+    def poison(self) -> None:
+        """Overwrites the inputs once the step is over: whoever reads them late shows. Tests only."""
+        for tensor in (self.tokens, self.info.positions, self.info.write_slots, self.logit_rows):
+            tensor.fill_(-(1 << 40))
+
+
+def upload(plan: StepPlan, device: torch.device) -> VerifyBatch:
+    """What the target's forward needs of a plan."""
+    offsets = indptr(plan.query_lens)
+    info = batch_info(
+        query_lens=plan.query_lens,
+        kv_lens=plan.kv_lens,
+        page_indptr=plan.page_indptr,
+        page_indices=plan.page_indices,
+        slots=plan.slots,
+        page_size=plan.page_size,
+        device=device,
+    )
+    known = plan.num_known
+    token_rows = np.repeat(np.arange(plan.num_rows), plan.query_lens)
+    column = np.arange(int(offsets[-1])) - offsets[token_rows]
+    drafted = column >= known[token_rows]
+    tokens = np.zeros(int(offsets[-1]), np.int64)
+    tokens[~drafted] = plan.tokens
+    draft_positions = np.flatnonzero(drafted)
+    width = plan.host_drafts.shape[1]
+    draft_index = token_rows[drafted] * width + (column - known[token_rows])[drafted]
+    # An emitting row has logits for its last known token and for each draft.
+    logit_rows = np.flatnonzero((column >= known[token_rows] - 1) & (plan.emits[token_rows] > 0))
+
+    def put(array: np.ndarray[tuple[int, ...], np.dtype[np.int64]]) -> torch.Tensor:
+        return torch.from_numpy(array.astype(np.int64)).to(device, non_blocking=True)
+
+    return VerifyBatch(info, put(tokens), put(draft_positions), put(draft_index), put(logit_rows))
+
+
+def forward(
+    model: Model,
+    kv: PagedKV,
+    features: PagedFeatures | None,
+    wanted: str | None,
+    batch: VerifyBatch,
+    drafts: DraftTokens,
+) -> TargetOutput:
+    """The target's forward; writes target KV and, for a head, its features."""
+    tokens = batch.tokens.clone()
+    proposed = drafts.tokens.reshape(-1)[batch.draft_index].clamp(min=0)
+    tokens[batch.draft_positions] = proposed
+    hidden, read = model.forward(tokens, batch.info, kv, features=wanted)
+    if features is not None and read is not None:
+        features.write(batch.info, read)
+    return TargetOutput(logits=model.logits(hidden[batch.logit_rows]), features=read)
+
+
+class VerifyStage:
+    """Launches the target's forward on the target's stream."""
+
+    def __init__(
+        self, model: Model, kv: PagedKV, device: Device, *, features: PagedFeatures | None, wanted: str | None
+    ) -> None:
+        self._model = model
+        self._kv = kv
+        self._features = features
+        self._wanted = wanted
+        self._device = device
+        self._stream = device.stream("verify")
+
+    def prepare(self, plan: StepPlan) -> Handle[VerifyBatch]:
+        return self._stream.launch(upload, plan, self._device.torch_device, stage="upload", step=plan.step)
+
+    def launch(
+        self, plan: StepPlan, batch: Handle[VerifyBatch], drafts: Handle[DraftTokens]
+    ) -> Handle[TargetOutput]:
+        return self._stream.launch(
+            forward, self._model, self._kv, self._features, self._wanted, batch, drafts, stage="verify", step=plan.step
+        )

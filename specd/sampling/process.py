@@ -1,0 +1,156 @@
+"""From raw logits to what a token is drawn from: every parameter, exact at every draft position.
+
+The logits row of block row i is processed with the history as it would be if the drafts above it had been emitted, so
+a step of K drafts treats a sequence as K + 1 steps of one token would (plain decoding is the same code with K = 0).
+
+Legend: B rows of the plan, R logits rows, K drafts, V vocabulary, H history, E entries, M tokens before a last one.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from specd.sampling.batch import WILDCARD, AllowedTokens, BannedSequences, MinTokens, Penalties, SamplingBatch
+from specd.sampling.filters import filtered_probabilities
+from specd.sampling.noise import Purpose, exponential, position_keys
+from specd.tensors import LogitMasks
+
+NEVER = float("-inf")
+
+
+def process(
+    logits: torch.Tensor, drafts: torch.Tensor, batch: SamplingBatch, masks: LogitMasks | None = None
+) -> torch.Tensor:
+    """Bias, penalties, allowed and banned tokens, min_tokens, then the grammar's masks.
+
+    logits [R, V] of any float type (not modified), drafts i64[B, K] (-1 = none) -> f32[R, V]; when nothing is asked
+    for this is the logits themselves in fp32. A row of which nothing is left is all -inf.
+    """
+    if not batch.processes and masks is None:
+        return logits.float()
+    out = logits.to(torch.float32, copy=True)
+    if batch.bias is not None:
+        ids, values = batch.bias
+        out.scatter_add_(1, ids[batch.sequence], values[batch.sequence])
+    if batch.penalties is not None:
+        _penalise(out, drafts, batch, batch.penalties)
+    if batch.allowed is not None:
+        _allow(out, batch.allowed)
+    if batch.banned is not None:
+        _ban(out, drafts, batch, batch.banned)
+    if batch.min_tokens is not None:
+        _hold_back_ends(out, batch, batch.min_tokens)
+    if masks is not None:
+        out.masked_fill_(~_unpack(masks.words, out.shape[1]), NEVER)
+    return out
+
+
+def probabilities(processed: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+    """f32[R, V] from `process` -> f32[R, V]: temperature, top-k, top-p, min-p, softmax; greedy rows are one-hot."""
+    sampled = batch.sampled
+    if sampled is not None and sampled.rows is None:
+        return filtered_probabilities(processed, sampled.filters)
+    out = torch.zeros_like(processed).scatter_(1, processed.argmax(-1, keepdim=True), 1.0)
+    if sampled is None:
+        return out
+    assert sampled.rows is not None
+    drawn = filtered_probabilities(processed.index_select(0, sampled.rows), sampled.filters)
+    return out.index_copy_(0, sampled.rows, drawn)
+
+
+def draw(processed: torch.Tensor, batch: SamplingBatch, *, purpose: Purpose, offset: int = 0) -> torch.Tensor:
+    """One token per logits row, with the noise of (seed, choice, position + offset, token): i64[R].
+
+    Greedy rows take the largest logit, the lowest id among equals. A row that is not finite gives some valid id.
+    """
+    sampled = batch.sampled
+    if sampled is None:
+        return processed.argmax(-1)
+    keys = position_keys(batch.keys, batch.emit_position + offset, purpose)
+    if sampled.rows is None:
+        return race(filtered_probabilities(processed, sampled.filters), keys)
+    probs = filtered_probabilities(processed.index_select(0, sampled.rows), sampled.filters)
+    drawn = race(probs, keys.index_select(0, sampled.rows))
+    return processed.argmax(-1).index_copy_(0, sampled.rows, drawn)
+
+
+def race(weights: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """A draw per row in proportion to weights f32[R, V] >= 0 (any scale), keys i64[R] -> i64[R]."""
+    noise = exponential(keys, weights.shape[1])
+    return torch.div(weights, noise, out=noise).argmax(-1)
+
+
+def _visible(drafts: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+    """f32[R, K]: 1 where draft k comes before the token that row r emits."""
+    above = batch.ancestors
+    if above is None:
+        above = torch.arange(drafts.shape[1], device=drafts.device) < batch.depth[:, None]
+    return (above & (drafts >= 0)[batch.sequence]).float()
+
+
+def _penalise(logits: torch.Tensor, drafts: torch.Tensor, batch: SamplingBatch, penalties: Penalties) -> None:
+    """Repetition (prompt and output), then frequency and presence (output alone), only where a token occurs.
+
+    Works on the few tokens of history and drafts: an entry's count is what it was at the root plus the visible drafts
+    equal to it. A token with several entries gets the same value from each, so the order of writing is irrelevant.
+    """
+    sequence = batch.sequence
+    tokens = drafts.clamp(min=0)
+    visible = _visible(drafts, batch)[:, None, :]
+    ids = torch.cat([penalties.ids, tokens], dim=1)  # [B, H + K]
+    in_history = (penalties.ids[:, :, None] == tokens[:, None, :]) * penalties.counted[:, :, None]  # [B, H, K]
+    counts = torch.cat([penalties.counts, (in_history * penalties.counts[:, :, None]).sum(1)], dim=1)
+    present = torch.cat([penalties.present, (in_history * penalties.present[:, :, None]).sum(1)], dim=1)
+    equal = (ids[:, :, None] == tokens[:, None, :]).float()  # [B, H + K, K]
+    drafted = (equal[sequence] * visible).sum(-1)  # [R, H + K]
+    counts = counts[sequence] + drafted
+    seen = present[sequence] + drafted > 0
+    ids = ids[sequence]
+    values = logits.gather(1, ids)
+    repetition = penalties.repetition[sequence][:, None]
+    values = torch.where(seen, torch.where(values > 0, values / repetition, values * repetition), values)
+    values -= penalties.frequency[sequence][:, None] * counts
+    values -= penalties.presence[sequence][:, None] * (counts > 0)
+    logits.scatter_(1, ids, values)
+
+
+def _allow(logits: torch.Tensor, allowed: AllowedTokens) -> None:
+    rows = logits.index_select(0, allowed.rows)
+    kept = torch.full_like(rows, NEVER).scatter_(1, allowed.ids, rows.gather(1, allowed.ids))
+    logits.index_copy_(0, allowed.rows, kept)
+
+
+def _ban(logits: torch.Tensor, drafts: torch.Tensor, batch: SamplingBatch, banned: BannedSequences) -> None:
+    context = _context(drafts, batch, banned)[banned.rows]  # [E, M]
+    matches = ((context == banned.before) | (banned.before == WILDCARD)).all(-1)
+    _forbid(logits, banned.rows, banned.ids, matches)
+
+
+def _context(drafts: torch.Tensor, batch: SamplingBatch, banned: BannedSequences) -> torch.Tensor:
+    """i64[R, M] the tokens before the one that each row emits, newest first: drafts above it, then the tail."""
+    padded = torch.cat([torch.full_like(drafts[:, :1], -1), drafts], dim=1) if drafts.shape[1] else banned.tail[:, :1]
+    own = padded[batch.sequence, batch.node]  # token of each row's own node; the root's is in the tail
+    row = torch.arange(batch.num_rows, device=drafts.device)
+    columns = []
+    for back in range(banned.width):
+        drafts_left = batch.depth - back
+        older = banned.tail[batch.sequence, (-drafts_left).clamp(min=0)]
+        columns.append(torch.where(drafts_left > 0, own[row], older))
+        row = batch.parent[row]
+    return torch.stack(columns, dim=1)
+
+
+def _hold_back_ends(logits: torch.Tensor, batch: SamplingBatch, min_tokens: MinTokens) -> None:
+    _forbid(logits, min_tokens.rows, min_tokens.ids, batch.depth[min_tokens.rows] < min_tokens.remaining)
+
+
+def _forbid(logits: torch.Tensor, rows: torch.Tensor, ids: torch.Tensor, when: torch.Tensor) -> None:
+    """Adds -inf at (rows, ids)[E] where `when`. Adding, so that entries of one token cannot undo each other."""
+    zero = logits.new_zeros(())
+    logits.index_put_((rows, ids), torch.where(when, zero + NEVER, zero), accumulate=True)
+
+
+def _unpack(words: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """i32[R, ceil(V / 32)] bits -> bool[R, V]."""
+    bits = (words[:, :, None] >> torch.arange(32, dtype=words.dtype, device=words.device)).bitwise_and_(1)
+    return bits.view(len(words), -1)[:, :vocab_size].bool()

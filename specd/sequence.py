@@ -1,0 +1,132 @@
+"""One choice of a request while it lives: the scheduler's own mutable record. No torch.
+
+Invariant while decoding: num_computed == len(tokens) - 1, that is, the newest token (the root) has been emitted and its
+target KV has not been written. A sequence that was preempted computes all its tokens again, the root included.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import enum
+import time
+
+from specd.pages import BlockKeys
+from specd.proposers.base import Proposer
+from specd.request import Request, SamplingParams, SequenceStats
+from specd.text import Detokenizer, StopMatcher
+
+
+class Phase(enum.StrEnum):
+    WAITING = "waiting"
+    RUNNING = "running"  # owns a slot and pages: prefilling until one token is left to compute, then decoding
+    FINISHED = "finished"
+
+
+@dataclasses.dataclass(slots=True)
+class SpeculationRecord:
+    """What a sequence's drafts did, counted by commit over tokens that were really emitted."""
+
+    num_steps: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
+    histogram: list[int] = dataclasses.field(default_factory=list)  # [engine's max_draft + 1]
+    per_step_drafted: list[int] = dataclasses.field(default_factory=list)
+    per_step_accepted: list[int] = dataclasses.field(default_factory=list)
+
+    def record(self, *, drafted: int, accepted: int, detailed: bool) -> None:
+        """One step with `drafted` >= 1 drafts of which `accepted` were emitted."""
+        self.num_steps += 1
+        self.num_drafted += drafted
+        self.num_accepted += accepted
+        self.histogram[accepted] += 1
+        if detailed:
+            self.per_step_drafted.append(drafted)
+            self.per_step_accepted.append(accepted)
+
+
+class Sequence:
+    """Tokens, pages and counts of one choice. `pages` and `slot` belong to the RUNNING phase and are empty otherwise."""
+
+    def __init__(
+        self,
+        request: Request,
+        index: int,
+        *,
+        eos_ids: tuple[int, ...],
+        max_len: int,
+        max_draft: int,
+        histogram_len: int,
+        detokenizer: Detokenizer,
+        keys: BlockKeys,
+        proposer: Proposer | None,
+    ) -> None:
+        self.request = request
+        self.index = index
+        self.eos_ids = eos_ids
+        self.tokens = list(request.prompt_ids)
+        self.num_prompt = len(self.tokens)
+        self.limit = min(max_len, self.num_prompt + request.sampling.max_tokens)  # tokens, prompt included
+        self.max_draft = max_draft  # the request's wish and the engine's maximum
+        self.detokenizer = detokenizer
+        self.matcher = StopMatcher(request.sampling.stop, request.sampling.include_stop_str_in_output)
+        self.keys = keys
+        self.proposer = proposer
+        if proposer is not None:
+            proposer.extend(self.tokens)
+        self.output_counts: collections.Counter[int] = collections.Counter()
+
+        self.phase = Phase.WAITING
+        self.slot = -1
+        self.pages: list[int] = []
+        self.num_published = 0  # leading blocks handed to the prefix index
+        self.num_computed = 0  # leading tokens whose target KV is final
+        self.drafter_len = 0  # leading slots with valid drafter KV
+        self.carry_valid = False  # the carry of `slot` follows the newest token
+        self.draft_len = 0  # drafts of the latest step
+        self.abort_requested = False
+
+        self.speculation = SpeculationRecord(histogram=[0] * histogram_len)
+        self.num_cached = 0  # prompt tokens found in the prefix cache when it was first admitted
+        self.num_preemptions = 0
+        self.scheduled_s: float | None = None
+        self.first_token_s: float | None = None
+
+    @property
+    def sampling(self) -> SamplingParams:
+        return self.request.sampling
+
+    @property
+    def num_output(self) -> int:
+        return len(self.tokens) - self.num_prompt
+
+    @property
+    def decoding(self) -> bool:
+        """Exactly the newest token is left to compute and the prompt is done."""
+        return self.phase is Phase.RUNNING and self.num_output > 0 and self.num_computed == len(self.tokens) - 1
+
+    def append(self, token: int) -> None:
+        self.tokens.append(token)
+        self.output_counts[token] += 1
+        if self.first_token_s is None:
+            self.first_token_s = time.monotonic()
+
+    def stats(self) -> SequenceStats:
+        now = time.monotonic()
+        arrival = self.request.arrival_s
+        record = self.speculation
+        return SequenceStats(
+            prompt_tokens=self.num_prompt,
+            cached_tokens=self.num_cached,
+            completion_tokens=self.num_output,
+            num_spec_steps=record.num_steps,
+            num_draft_tokens=record.num_drafted,
+            num_accepted_tokens=record.num_accepted,
+            acceptance_histogram=tuple(record.histogram),
+            per_step_drafted=tuple(record.per_step_drafted),
+            per_step_accepted=tuple(record.per_step_accepted),
+            num_preemptions=self.num_preemptions,
+            queue_s=(self.scheduled_s or now) - arrival,
+            ttft_s=(self.first_token_s or now) - arrival,
+            total_s=now - arrival,
+        )

@@ -1,0 +1,194 @@
+"""/metrics: the engine's counters read at scrape time, and the histograms that only the server can fill.
+
+`specd_*` are our own names; `vllm:*` are the ones that dashboards and load tools already read. Label sets are closed
+(never a request's own words), every series exists from the start at 0, and rates are left to the reader.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Iterable, Iterator, Mapping
+
+import prometheus_client
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.exposition import generate_latest
+
+from specd.request import FinishReason, SequenceStats
+from specd.server.protocol import EngineProtocol
+from specd.status import EngineState, EngineStats
+
+# `_created` series next to counters are read as values by load tools that sum everything with the counter's prefix.
+prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_TTFT_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 600)
+_ITL_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
+_E2E_S = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
+_TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
+
+
+def version() -> str:
+    """The installed version; a source tree that was never installed has none."""
+    try:
+        return importlib.metadata.version("specd")
+    except importlib.metadata.PackageNotFoundError:
+        return "0+unknown"
+
+
+class ServerMetrics:
+    """One registry per application: tests and embedders make several in one process."""
+
+    def __init__(self, engine: EngineProtocol) -> None:
+        self.registry = CollectorRegistry(auto_describe=False)
+        self._model = engine.info.served_names[0]
+        self.ttft = self._histogram("vllm:time_to_first_token_seconds", "Arrival to first token.", _TTFT_S)
+        self.itl = self._histogram(
+            "vllm:inter_token_latency_seconds", "Time between two deliveries of one choice (a step each).", _ITL_S
+        )
+        self._tpot = self._histogram(
+            "vllm:request_time_per_output_token_seconds", "Mean time per token after a choice's first.", _ITL_S
+        )
+        self.e2e = self._histogram("vllm:e2e_request_latency_seconds", "Arrival to last token.", _E2E_S)
+        self._queue = self._histogram("vllm:request_queue_time_seconds", "Submitted to first scheduled.", _TTFT_S)
+        self._prompt = self._histogram("vllm:request_prompt_tokens", "Prompt tokens of a finished choice.", _TOKENS)
+        self._output = self._histogram("vllm:request_generation_tokens", "Tokens of a finished choice.", _TOKENS)
+        self.responses = Counter(
+            "specd_http_responses", "HTTP responses.", ["endpoint", "status"], registry=self.registry
+        )
+        self.ignored_fields = self._counter("specd_ignored_fields", "Request fields that nobody knew.")
+        self.slow_client_aborts = self._counter("specd_slow_client_aborts", "Streams whose client did not read.")
+        self.client_disconnects = self._counter("specd_client_disconnects", "Requests whose client left early.")
+        self.registry.register(_EngineCollector(engine))
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        family = Histogram(name, text, ["model_name"], buckets=buckets, registry=self.registry)
+        return family.labels(self._model)
+
+    def _counter(self, name: str, text: str) -> Counter:
+        return Counter(name, text, registry=self.registry)
+
+    def observe_choice(self, stats: SequenceStats) -> None:
+        """One choice that has ended."""
+        self._queue.observe(stats.queue_s)
+        self._prompt.observe(stats.prompt_tokens)
+        self._output.observe(stats.completion_tokens)
+        if stats.completion_tokens > 1:
+            self._tpot.observe((stats.total_s - stats.ttft_s) / (stats.completion_tokens - 1))
+
+    def expose(self) -> bytes:
+        """The text format, version 0.0.4."""
+        return generate_latest(self.registry)
+
+
+class _EngineCollector:
+    """Families made from `engine.stats()` and `engine.info`, one snapshot a scrape."""
+
+    def __init__(self, engine: EngineProtocol) -> None:
+        self._engine = engine
+        self._model = engine.info.served_names[0]
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self._engine.stats()
+        yield from self._vllm(stats)
+        yield from self._requests(stats)
+        yield from self._speculation(stats)
+        yield from self._gauges(stats)
+
+    def _vllm(self, stats: EngineStats) -> Iterator[Metric]:
+        """vLLM's names, with its label model_name."""
+        used = stats.pages_total - stats.pages_free
+        counters = {
+            "spec_decode_num_drafts": sum(stats.drafts.values()),
+            "spec_decode_num_draft_tokens": sum(stats.draft_tokens.values()),
+            "spec_decode_num_accepted_tokens": sum(stats.accepted_tokens.values()),
+            "prompt_tokens": stats.prompt_tokens,
+            "prompt_tokens_cached": stats.cached_tokens,
+            "prefix_cache_queries": stats.prompt_tokens,
+            "prefix_cache_hits": stats.cached_tokens,
+            "generation_tokens": stats.generation_tokens,
+            "num_preemptions": stats.preemptions,
+        }
+        for name, value in counters.items():
+            yield self._labelled(f"vllm:{name}", "As in vLLM.", {(): value})
+        positions: dict[tuple[str, ...], float] = {
+            (str(i),): count for i, count in enumerate(self._padded(stats.accepted_per_position))
+        }
+        name = "vllm:spec_decode_num_accepted_tokens_per_pos"
+        yield self._labelled(name, "As in vLLM.", positions, "position")
+        reasons: dict[tuple[str, ...], float] = {(str(r),): stats.finished_requests.get(r, 0) for r in FinishReason}
+        yield self._labelled("vllm:request_success", "As in vLLM, per choice.", reasons, "finished_reason")
+        gauges: dict[str, float] = {
+            "num_requests_running": stats.running,
+            "num_requests_waiting": stats.waiting,
+            "kv_cache_usage_perc": used / stats.pages_total if stats.pages_total else 0.0,
+        }
+        for name, level in gauges.items():
+            family = GaugeMetricFamily(f"vllm:{name}", "As in vLLM.", labels=["model_name"])
+            family.add_metric([self._model], level)
+            yield family
+
+    def _labelled(
+        self, name: str, text: str, values: Mapping[tuple[str, ...], float], *labels: str
+    ) -> CounterMetricFamily:
+        family = CounterMetricFamily(name, text, labels=["model_name", *labels])
+        for key, value in values.items():
+            family.add_metric([self._model, *key], value)
+        return family
+
+    def _requests(self, stats: EngineStats) -> Iterator[Metric]:
+        counters = {
+            "accepted": stats.accepted_requests,
+            "finished": stats.requests_finished,
+            "failed": stats.requests_failed,
+            "aborted": stats.requests_aborted,
+        }
+        for name, value in counters.items():
+            yield _counter(f"specd_requests_{name}", f"Requests {name}.", value)
+        yield _counter("specd_steps", "Steps of the pipeline.", stats.steps)
+
+    def _speculation(self, stats: EngineStats) -> Iterator[Metric]:
+        families: tuple[tuple[str, str, Mapping[str, int]], ...] = (
+            ("specd_spec_drafts", "Rows that verified at least one draft.", stats.drafts),
+            ("specd_spec_draft_tokens", "Drafts verified.", stats.draft_tokens),
+            ("specd_spec_accepted_tokens", "Drafts kept.", stats.accepted_tokens),
+        )
+        for name, text, by_source in families:
+            family = CounterMetricFamily(name, text, labels=["source"])
+            for source, value in by_source.items():
+                family.add_metric([source], value)
+            yield family
+        for name, text, counts in (
+            ("specd_spec_drafted_per_position", "Drafts verified, by position.", stats.drafted_per_position),
+            ("specd_spec_accepted_per_position", "Drafts kept, by position.", stats.accepted_per_position),
+        ):
+            family = CounterMetricFamily(name, text, labels=["position"])
+            for i, value in enumerate(self._padded(counts)):
+                family.add_metric([str(i)], value)
+            yield family
+
+    def _padded(self, counts: tuple[int, ...]) -> Iterable[int]:
+        """One count per draft position, present from the start."""
+        return counts + (0,) * (self._engine.info.max_draft - len(counts))
+
+    def _gauges(self, stats: EngineStats) -> Iterator[Metric]:
+        pages = GaugeMetricFamily("specd_kv_pages", "Pages of the pool; cached ones are free too.", labels=["state"])
+        pages.add_metric(["free"], stats.pages_free)
+        pages.add_metric(["used"], stats.pages_total - stats.pages_free)
+        pages.add_metric(["cached"], stats.pages_cached)
+        yield pages
+        state = GaugeMetricFamily("specd_engine_state", "1 for the state that the engine is in.", labels=["state"])
+        for name in EngineState:
+            state.add_metric([str(name)], float(stats.state is name))
+        yield state
+        yield GaugeMetricFamily("specd_uptime_seconds", "Time since the engine started.", value=stats.uptime_s)
+        text = "Time since a step finished, 0 when idle."
+        yield GaugeMetricFamily("specd_since_progress_seconds", text, value=stats.last_progress_s)
+        info = self._engine.info
+        build = GaugeMetricFamily("specd_build_info", "Always 1.", labels=["version", "model", "drafter", "acceptance"])
+        build.add_metric([version(), info.model, info.drafter, info.acceptance], 1)
+        yield build
+
+
+def _counter(name: str, text: str, value: float) -> CounterMetricFamily:
+    return CounterMetricFamily(name, text, value=value)

@@ -1,0 +1,262 @@
+"""From a request body to engine requests: JSON, limits, defaults, sampling parameters. Pure; no HTTP and no torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import secrets
+from collections.abc import Mapping
+from typing import Any
+
+import orjson
+
+from specd.config import Config
+from specd.errors import RequestError
+from specd.request import Request, SamplingParams, SpeculationParams
+from specd.server.fields import Endpoint, out_of_range, read_fields, report_names
+from specd.status import EngineInfo
+from specd.text import Tokenizer
+
+PREFIXES = {Endpoint.COMPLETIONS: "cmpl-", Endpoint.CHAT: "chatcmpl-"}
+_DEFAULT_COMPLETION_TOKENS = 16
+_DEFAULTS: Mapping[str, float] = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class GenerationCall:
+    """One accepted HTTP request: what the engine is asked and how the answer is written.
+
+    Choice `prompt_index * n + j` of the answer is choice j of `requests[prompt_index]`.
+    """
+
+    endpoint: Endpoint
+    response_id: str
+    model: str  # the name that the client used
+    created: int  # unix seconds
+    requests: tuple[Request, ...]
+    n: int
+    stream: bool = False
+    include_usage: bool = False
+    continuous_usage: bool = False
+    logprobs: int | None = None  # None = off, else alternatives per token
+    return_token_ids: bool = False
+    tokens_as_ids: bool = False
+    ignored: tuple[str, ...] = ()
+
+    @property
+    def num_choices(self) -> int:
+        return self.n * len(self.requests)
+
+    @property
+    def seed(self) -> int:
+        return self.requests[0].sampling.seed
+
+    @property
+    def detail(self) -> str:
+        return self.requests[0].speculation.detail
+
+
+def parse_json(raw: bytes) -> dict[str, Any]:
+    """The body as an object. Raises RequestError(invalid_json)."""
+    try:
+        body = orjson.loads(raw)
+    except orjson.JSONDecodeError as error:
+        raise RequestError(f"the body is not valid JSON: {error}", code="invalid_json") from error
+    if not isinstance(body, dict):
+        raise RequestError("the body must be a JSON object", code="invalid_json")
+    return body
+
+
+def read_body(
+    raw: bytes, endpoint: Endpoint, config: Config, info: EngineInfo, *, strict: bool = False
+) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Checks all that can be checked without a tokenizer: (honoured values, ignored names). Raises RequestError.
+
+    Limits on n come before anything is multiplied by it.
+    """
+    values, ignored = read_fields(parse_json(raw), endpoint)
+    if strict and ignored:
+        names = report_names(ignored)
+        raise RequestError(f"unknown fields: {names}", code="unknown_parameter", param=names.partition(",")[0])
+    required = "messages" if endpoint is Endpoint.CHAT else "prompt"
+    if required not in values:
+        raise RequestError(f"'{required}' is required", code="missing_parameter", param=required)
+    _check_model(values, info)
+    _check_limits(values, endpoint, config)
+    _check_vocabulary(values, info.vocab_size)
+    return values, ignored
+
+
+def _check_model(values: dict[str, Any], info: EngineInfo) -> None:
+    name = values.setdefault("model", info.served_names[0])
+    if name not in info.served_names:
+        served = ", ".join(info.served_names)
+        raise RequestError(
+            f"the model '{name[:128]}' does not exist; served here: {served}", code="model_not_found", param="model"
+        )
+
+
+def _check_limits(values: Mapping[str, Any], endpoint: Endpoint, config: Config) -> None:
+    limits = config.server
+    n = values.get("n", 1)
+    if n > limits.max_choices:
+        raise out_of_range("n", f"at most {limits.max_choices}", n)
+    if len(values.get("stop", ())) > limits.max_stop:
+        raise out_of_range("stop", f"at most {limits.max_stop} strings", list(values["stop"]))
+    name = "top_logprobs" if endpoint is Endpoint.CHAT else "logprobs"
+    if values.get(name, 0) > limits.max_logprobs:
+        raise out_of_range(name, f"at most {limits.max_logprobs}", values[name])
+    if "top_logprobs" in values and not values.get("logprobs"):
+        raise RequestError("'top_logprobs' needs 'logprobs': true", code="invalid_value", param="top_logprobs")
+    if "stream_options" in values and not values.get("stream"):
+        raise RequestError("'stream_options' needs 'stream': true", code="invalid_value", param="stream_options")
+    if values.get("allowed_token_ids") == ():
+        raise out_of_range("allowed_token_ids", "a list of at least one token id", [])
+
+
+def _check_vocabulary(values: Mapping[str, Any], vocab_size: int) -> None:
+    for name in ("stop_token_ids", "allowed_token_ids"):
+        check_ids(values.get(name, ()), name, vocab_size)
+    check_ids([token for token, _ in values.get("logit_bias", ())], "logit_bias", vocab_size)
+
+
+def check_ids(ids: Any, param: str, vocab_size: int) -> None:
+    """Every id must be one of the model's. Raises RequestError."""
+    if ids and max(ids) >= vocab_size:
+        raise out_of_range(param, f"token ids below the vocabulary's size {vocab_size}", max(ids))
+
+
+def build_call(
+    values: Mapping[str, Any],
+    prompts: list[tuple[int, ...]],
+    *,
+    endpoint: Endpoint,
+    config: Config,
+    info: EngineInfo,
+    tokenizer: Tokenizer,
+    request_id: str,
+    created: int,
+    arrival_s: float,
+    cache_salt: bytes = b"",
+    ignored: tuple[str, ...] = (),
+) -> GenerationCall:
+    """Engine requests of one body that `read_body` has checked. RequestError when it does not fit the context."""
+    n = values.get("n", 1)
+    if n * len(prompts) > config.server.max_prompts:
+        raise RequestError(
+            f"'n' times the number of prompts is {n * len(prompts)}; at most {config.server.max_prompts} are allowed",
+            code="out_of_range",
+            param="n",
+        )
+    sampling = _sampling(values, endpoint, config, info, tokenizer)
+    wish = values.get("speculation", {})
+    speculation = SpeculationParams(**wish)
+    response_id = PREFIXES[endpoint] + request_id
+    requests = tuple(
+        Request(
+            request_id=response_id if len(prompts) == 1 else f"{response_id}-{i}",
+            prompt_ids=prompt,
+            sampling=dataclasses.replace(sampling, max_tokens=_max_tokens(values, len(prompt), endpoint, config, info)),
+            speculation=speculation,
+            n=n,
+            prompt_index=i,
+            cache_salt=cache_salt,
+            arrival_s=arrival_s,
+        )
+        for i, prompt in enumerate(prompts)
+    )
+    options = values.get("stream_options", {})
+    return GenerationCall(
+        endpoint=endpoint,
+        response_id=response_id,
+        model=values["model"],
+        created=created,
+        requests=requests,
+        n=n,
+        stream=values.get("stream", False),
+        include_usage=options.get("include_usage", False),
+        continuous_usage=options.get("continuous_usage_stats", False),
+        logprobs=sampling.logprobs,
+        return_token_ids=values.get("return_token_ids", False),
+        tokens_as_ids=values.get("return_tokens_as_token_ids", False),
+        ignored=ignored,
+    )
+
+
+def _max_tokens(
+    values: Mapping[str, Any], prompt_len: int, endpoint: Endpoint, config: Config, info: EngineInfo
+) -> int:
+    """Output cap of one prompt; what the client asked for must fit, a default is cut to what does."""
+    name = "max_completion_tokens" if "max_completion_tokens" in values else "max_tokens"
+    asked = values.get(name)
+    room = info.max_len - prompt_len
+    if room < 1 or (asked is not None and asked > room):
+        wanted = "" if asked is None else f" and {asked} more were requested for the output"
+        raise RequestError(
+            f"this model's maximum context length is {info.max_len} tokens, but the prompt has {prompt_len} tokens"
+            f"{wanted}; shorten the prompt or the output",
+            code="context_length_exceeded",
+            param="messages" if endpoint is Endpoint.CHAT else "prompt",
+        )
+    default = config.sampling.max_tokens or (room if endpoint is Endpoint.CHAT else _DEFAULT_COMPLETION_TOKENS)
+    cap = min(default, room) if asked is None else int(asked)
+    if values.get("min_tokens", 0) > cap:
+        raise out_of_range("min_tokens", f"at most the output's limit of {cap} tokens", values["min_tokens"])
+    return cap
+
+
+def _default(name: str, values: Mapping[str, Any], config: Config, info: EngineInfo) -> float:
+    """The request's value, else the operator's, else the model's own, else OpenAI's."""
+    if name in values:
+        return float(values[name])
+    configured = getattr(config.sampling, name)
+    if configured is not None:
+        return float(configured)
+    return float(info.generation_defaults.get(name, _DEFAULTS[name]))
+
+
+def _sampling(
+    values: Mapping[str, Any], endpoint: Endpoint, config: Config, info: EngineInfo, tokenizer: Tokenizer
+) -> SamplingParams:
+    """Everything but max_tokens, which each prompt sets for itself."""
+    top_k = int(_default("top_k", values, config, info))
+    allowed = values.get("allowed_token_ids")
+    if endpoint is Endpoint.CHAT:
+        logprobs = values.get("top_logprobs", 0) if values.get("logprobs") else None
+    else:
+        logprobs = values.get("logprobs")
+    return SamplingParams(
+        max_tokens=1,
+        seed=values["seed"] if "seed" in values else secrets.randbits(63),
+        temperature=_default("temperature", values, config, info),
+        top_k=0 if top_k <= 0 or top_k >= info.vocab_size else top_k,
+        top_p=_default("top_p", values, config, info),
+        min_p=_default("min_p", values, config, info),
+        presence_penalty=values.get("presence_penalty", 0.0),
+        frequency_penalty=values.get("frequency_penalty", 0.0),
+        repetition_penalty=_default("repetition_penalty", values, config, info),
+        logit_bias=values.get("logit_bias", ()),
+        allowed_token_ids=None if allowed is None else tuple(sorted(set(allowed))),
+        bad_words_ids=_bad_words_ids(values.get("bad_words", ()), tokenizer),
+        min_tokens=values.get("min_tokens", 0),
+        ignore_eos=values.get("ignore_eos", False),
+        stop=tuple(dict.fromkeys(values.get("stop", ()))),
+        stop_token_ids=tuple(dict.fromkeys(values.get("stop_token_ids", ()))),
+        include_stop_str_in_output=values.get("include_stop_str_in_output", False),
+        skip_special_tokens=values.get("skip_special_tokens", True),
+        logprobs=logprobs,
+    )
+
+
+def _bad_words_ids(words: tuple[str, ...], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
+    """Each word as it stands at the start of a text and, where that is another token sequence of the same length,
+    after a space (vLLM's rule)."""
+    found: list[tuple[int, ...]] = []
+    for word in words:
+        bare = tuple(tokenizer.encode(word.lstrip(), add_special=False))
+        if not bare:
+            continue
+        found.append(bare)
+        spaced = tuple(tokenizer.encode(" " + word.lstrip(), add_special=False))
+        if len(spaced) == len(bare) and spaced[0] != bare[0]:
+            found.append(spaced)
+    return tuple(dict.fromkeys(found))

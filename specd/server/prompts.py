@@ -1,0 +1,136 @@
+"""Prompts in every form that the API takes, as token ids. Pure, and possibly slow: long texts belong in a thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from specd.errors import RequestError
+from specd.server.fields import asks_nothing, invalid_type, out_of_range, string, token_ids, unsupported
+from specd.server.openai import check_ids
+from specd.text import RenderedChat, Tokenizer
+
+Render = Callable[[list[dict[str, Any]]], RenderedChat]  # the model's own chat template
+
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+_MESSAGE_STRINGS = ("name", "tool_call_id")
+# Parts of a message that ask for what is not built; SDKs send them back empty.
+_MESSAGE_UNBUILT = ("tool_calls", "function_call", "audio")
+_MESSAGE_INERT = frozenset({"refusal", "annotations", "reasoning_content", "reasoning"})
+
+
+def completion_prompts(value: Any, tokenizer: Tokenizer, *, vocab_size: int, max_prompts: int) -> list[tuple[int, ...]]:
+    """`prompt` as one or more token sequences: a string, strings, ids, or lists of ids. Raises RequestError.
+
+    Special tokens written in a string prompt are parsed as such, as peers do on this endpoint.
+    """
+    if isinstance(value, str):
+        return [_encode(value, "prompt", tokenizer)]
+    if not isinstance(value, list):
+        raise invalid_type("prompt", "a string, a list of strings, or token ids", value)
+    if not value:
+        raise out_of_range("prompt", "a string, or a list that is not empty", value)
+    if type(value[0]) in (int, float):
+        return [_ids(value, "prompt", vocab_size)]
+    if len(value) > max_prompts:
+        raise out_of_range("prompt", f"a list of at most {max_prompts} prompts", value)
+    prompts = []
+    for i, item in enumerate(value):
+        param = f"prompt[{i}]"
+        if isinstance(value[0], str):
+            prompts.append(_encode(string(item, param), param, tokenizer))
+        elif isinstance(item, list):
+            prompts.append(_ids(item, param, vocab_size))
+        else:
+            raise invalid_type(param, "a list of token ids", item)
+    return prompts
+
+
+def _encode(text: str, param: str, tokenizer: Tokenizer) -> tuple[int, ...]:
+    ids = tuple(tokenizer.encode(text))
+    if ids:
+        return ids
+    if tokenizer.bos_id is None:
+        raise out_of_range(param, "a text with at least one token: this model has no token to begin with", text)
+    return (tokenizer.bos_id,)
+
+
+def _ids(value: list[Any], param: str, vocab_size: int) -> tuple[int, ...]:
+    if not value:
+        raise out_of_range(param, "a list of at least one token id", value)
+    ids = token_ids(value, param)
+    check_ids(ids, param, vocab_size)
+    return ids
+
+
+def check_messages(value: Any) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
+    """`messages` as a template wants them, and the names in them that nobody reads. Raises RequestError.
+
+    Content parts come back as text parts (the template joins them); `developer` is OpenAI's newer name for `system`.
+    """
+    if not isinstance(value, list):
+        raise invalid_type("messages", "a list of messages", value)
+    if not value:
+        raise out_of_range("messages", "a list of at least one message", value)
+    messages, ignored = [], []
+    for i, item in enumerate(value):
+        param = f"messages[{i}]"
+        if not isinstance(item, dict):
+            raise invalid_type(param, "an object", item)
+        messages.append(_message(item, param))
+        known = {"role", "content", *_MESSAGE_STRINGS, *_MESSAGE_UNBUILT, *_MESSAGE_INERT}
+        ignored += [f"{param}.{name}" for name in item if name not in known]
+    return messages, tuple(ignored)
+
+
+def _message(item: dict[str, Any], param: str) -> dict[str, Any]:
+    for name in _MESSAGE_UNBUILT:
+        if not asks_nothing(name, item.get(name), ()):
+            raise unsupported(f"{param}.{name}", item[name])
+    role = item.get("role")
+    if role is None:
+        raise RequestError(f"'{param}.role' is required", code="missing_parameter", param=f"{param}.role")
+    if not isinstance(role, str):
+        raise invalid_type(f"{param}.role", "a string", role)
+    if role not in _ROLES:
+        raise out_of_range(f"{param}.role", "one of " + ", ".join(_ROLES), role)
+    content = _content(item, f"{param}.content")
+    message: dict[str, Any] = {"role": "system" if role == "developer" else role, "content": content}
+    for name in _MESSAGE_STRINGS:
+        if item.get(name) is not None:
+            message[name] = string(item[name], f"{param}.{name}")
+    return message
+
+
+def _content(item: dict[str, Any], param: str) -> str | list[dict[str, str]]:
+    content = item.get("content")
+    if isinstance(content, str):
+        return content
+    if content is None:
+        raise RequestError(f"'{param}' is required", code="missing_parameter", param=param)
+    if not isinstance(content, list):
+        raise invalid_type(param, "a string or a list of text parts", content)
+    return [{"type": "text", "text": _part(part, f"{param}[{i}]")} for i, part in enumerate(content)]
+
+
+def _part(part: Any, param: str) -> str:
+    if not isinstance(part, dict):
+        raise invalid_type(param, "an object", part)
+    kind = part.get("type")
+    if kind not in ("text", "refusal"):
+        raise unsupported(f"{param}.type", kind)
+    if part.get(kind) is None:
+        raise RequestError(f"'{param}.{kind}' is required", code="missing_parameter", param=f"{param}.{kind}")
+    return string(part[kind], f"{param}.{kind}")
+
+
+def chat_prompt(messages: list[dict[str, Any]], tokenizer: Tokenizer, render: Render | None) -> tuple[int, ...]:
+    """Messages through the model's own template, as token ids. Raises RequestError."""
+    if render is None:
+        raise RequestError(
+            "this model has no chat template; use /v1/completions", code="chat_template_missing", param="messages"
+        )
+    ids = tuple(tokenizer.encode_chat(render(messages)))
+    if not ids:
+        raise out_of_range("messages", "messages that make at least one token", messages)
+    return ids

@@ -1,0 +1,238 @@
+"""Response bodies of OpenAI's shapes, from deltas. Pure: the stream (`sse.py`) and the whole answer share all."""
+
+from __future__ import annotations
+
+import codecs
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from specd.request import FinishReason, SequenceDelta, SequenceStats, TokenLogprob, TokenOrigin
+from specd.server.fields import Endpoint
+from specd.server.openai import GenerationCall
+from specd.status import EngineInfo
+from specd.text import Tokenizer
+
+LOGPROB_FLOOR = -9999.0  # OpenAI's value for "never"; JSON has no infinity
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Piece:
+    """Tokens of one choice that are written together."""
+
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+    origins: tuple[tuple[TokenOrigin, int, int], ...] = ()
+
+
+class ChoiceText:
+    """One choice while it grows: `add` deltas, `take` what has gathered since the last time."""
+
+    def __init__(self) -> None:
+        self._text: list[str] = []
+        self._token_ids: list[int] = []
+        self._logprobs: list[TokenLogprob] = []
+        self._origins: list[tuple[TokenOrigin, int, int]] = []
+        self.num_tokens = 0  # taken or not
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: str | int | None = None
+        self.stats: SequenceStats | None = None
+
+    def add(self, delta: SequenceDelta) -> None:
+        if delta.text:
+            self._text.append(delta.text)
+        self._token_ids += delta.token_ids
+        self._logprobs += delta.logprobs or ()
+        self._origins += delta.origins
+        self.num_tokens += len(delta.token_ids)
+        if delta.finish_reason is not None:
+            self.finish_reason = delta.finish_reason
+            self.stop_reason = delta.stop_reason
+            self.stats = delta.stats
+
+    def take(self) -> Piece:
+        piece = Piece("".join(self._text), tuple(self._token_ids), tuple(self._logprobs), tuple(self._origins))
+        for gathered in (self._text, self._token_ids, self._logprobs, self._origins):
+            gathered.clear()
+        return piece
+
+
+class TextOffsets:
+    """`text_offset` of completions: characters complete before each token, whatever the grouping of tokens."""
+
+    def __init__(self, tokenizer: Tokenizer, *, skip_special: bool) -> None:
+        self._tokenizer = tokenizer
+        self._silent = frozenset(tokenizer.special_ids) if skip_special else frozenset()
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._offset = 0
+
+    def advance(self, token_id: int) -> int:
+        """The token's offset."""
+        offset = self._offset
+        if token_id not in self._silent:
+            self._offset += len(self._decoder.decode(_token_bytes(self._tokenizer, token_id)))
+        return offset
+
+
+class ResponseWriter:
+    """The parts of one call's answer; holds no text, so that stream and whole answer can share it."""
+
+    def __init__(self, call: GenerationCall, info: EngineInfo, tokenizer: Tokenizer) -> None:
+        self.call = call
+        self._info = info
+        self._tokenizer = tokenizer
+        skip = call.requests[0].sampling.skip_special_tokens
+        self._offsets = [TextOffsets(tokenizer, skip_special=skip) for _ in range(call.num_choices)]
+
+    def head(self, kind: str) -> dict[str, Any]:
+        """What every body and chunk begins with."""
+        return {
+            "id": self.call.response_id,
+            "object": kind,
+            "created": self.call.created,
+            "model": self.call.model,
+            "system_fingerprint": self._info.fingerprint,
+        }
+
+    def prompt_ids(self, choice: int) -> tuple[int, ...]:
+        return self.call.requests[choice // self.call.n].prompt_ids
+
+    def logprobs(self, choice: int, piece: Piece) -> dict[str, Any] | None:
+        """The `logprobs` of one choice in its endpoint's shape; None when not asked for or without tokens."""
+        if self.call.logprobs is None or not piece.logprobs:
+            return None
+        if self.call.endpoint is Endpoint.CHAT:
+            return {"content": [self._chat_logprob(item) for item in piece.logprobs], "refusal": None}
+        offsets = self._offsets[choice]
+        return {
+            "text_offset": [offsets.advance(item.token_id) for item in piece.logprobs],
+            "token_logprobs": [_finite(item.logprob) for item in piece.logprobs],
+            "tokens": [self._token(item.token_id) for item in piece.logprobs],
+            "top_logprobs": [self._top(item) for item in piece.logprobs],
+        }
+
+    def _chat_logprob(self, item: TokenLogprob) -> dict[str, Any]:
+        top = [self._token_entry(token, logprob) for token, logprob in item.top]
+        return {**self._token_entry(item.token_id, item.logprob), "top_logprobs": top}
+
+    def _token_entry(self, token_id: int, logprob: float) -> dict[str, Any]:
+        data = list(_token_bytes(self._tokenizer, token_id))
+        return {"token": self._token(token_id), "logprob": _finite(logprob), "bytes": data}
+
+    def _top(self, item: TokenLogprob) -> dict[str, float]:
+        """Alternatives by text, the chosen token among them. Tokens with one text are told apart by their ids."""
+        names: dict[str, int] = {}
+        top: dict[str, float] = {}
+        for token_id, logprob in ((item.token_id, item.logprob), *item.top):
+            name = self._token(token_id)
+            if names.setdefault(name, token_id) != token_id:
+                name = f"token_id:{token_id}"
+            top.setdefault(name, _finite(logprob))
+        return top
+
+    def _token(self, token_id: int) -> str:
+        if self.call.tokens_as_ids or token_id >= self._tokenizer.vocab_size:
+            return f"token_id:{token_id}"
+        return self._tokenizer.token_str(token_id)
+
+    def usage(self, choices: Sequence[ChoiceText]) -> dict[str, Any]:
+        """Usage of all choices; a prompt counts once however many choices it has. Cached tokens once they are known."""
+        prompt_tokens = sum(len(request.prompt_ids) for request in self.call.requests)
+        completion_tokens = sum(choice.num_tokens for choice in choices)
+        usage: dict[str, Any] = {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": completion_tokens,
+            "total_tokens": prompt_tokens + completion_tokens,
+        }
+        firsts = [choice.stats for choice in choices[:: self.call.n]]
+        if all(stats is not None for stats in firsts):
+            cached = sum(stats.cached_tokens for stats in firsts if stats is not None)
+            usage["prompt_tokens_details"] = {"cached_tokens": cached}
+        return usage
+
+    def metrics(self, stats: SequenceStats | None) -> dict[str, Any]:
+        """`{"metrics": {"speculative_decoding": ...}}` in vLLM's shape, or {} with detail "none"."""
+        if stats is None or self.call.detail == "none":
+            return {}
+        drafted, accepted, steps = stats.num_draft_tokens, stats.num_accepted_tokens, stats.num_spec_steps
+        summary: dict[str, Any] = {
+            "mean_acceptance_length": 1 + accepted / steps if steps else 0.0,
+            "draft_acceptance_rate": accepted / drafted if drafted else 0.0,
+            "acceptance_histogram": list(stats.acceptance_histogram),
+            "num_spec_steps": steps,
+            "num_accepted_draft_tokens": accepted,
+            "num_draft_tokens": drafted,
+            "num_spec_tokens": self._info.max_draft,
+        }
+        if self.call.detail == "detailed":
+            summary["per_step_accepted"] = list(stats.per_step_accepted)
+            summary["per_step_drafted"] = list(stats.per_step_drafted)
+        return {"metrics": {"speculative_decoding": summary}}
+
+    def origins(self, piece: Piece) -> dict[str, Any]:
+        """`{"specd": {"tokens": [[id, origin, step, position]]}}` with detail "tokens", else {}."""
+        if self.call.detail != "tokens" or not piece.origins:
+            return {}
+        rows = [[token, *origin] for token, origin in zip(piece.token_ids, piece.origins, strict=True)]
+        return {"specd": {"tokens": rows}}
+
+    def whole(self, choices: Sequence[ChoiceText]) -> dict[str, Any]:
+        """The body of a request that does not stream, from choices that have finished."""
+        chat = self.call.endpoint is Endpoint.CHAT
+        body = self.head("chat.completion" if chat else "text_completion")
+        pieces = [choice.take() for choice in choices]
+        body["choices"] = [self._whole_choice(i, choices[i], piece) for i, piece in enumerate(pieces)]
+        body["usage"] = self.usage(choices)
+        if chat and self.call.return_token_ids:
+            body["prompt_token_ids"] = list(self.prompt_ids(0))
+        if len(choices) == 1:
+            body |= {**self.metrics(choices[0].stats), **self.origins(pieces[0])}
+        return body
+
+    def _whole_choice(self, index: int, choice: ChoiceText, piece: Piece) -> dict[str, Any]:
+        chat = self.call.endpoint is Endpoint.CHAT
+        body: dict[str, Any] = {"index": index}
+        if chat:
+            body["message"] = {"role": "assistant", "content": piece.text, "refusal": None}
+        else:
+            body["text"] = piece.text
+        body["logprobs"] = self.logprobs(index, piece)
+        body["finish_reason"] = choice.finish_reason
+        body["stop_reason"] = choice.stop_reason
+        if self.call.return_token_ids:
+            body["token_ids"] = list(piece.token_ids)
+            if not chat:
+                body["prompt_token_ids"] = list(self.prompt_ids(index))
+        if self.call.num_choices > 1:
+            body |= {**self.metrics(choice.stats), **self.origins(piece)}
+        return body
+
+
+def _token_bytes(tokenizer: Tokenizer, token_id: int) -> bytes:
+    """Logits may be wider than the vocabulary; ids in the padding have no bytes."""
+    return tokenizer.token_bytes(token_id) if token_id < tokenizer.vocab_size else b""
+
+
+def _finite(logprob: float) -> float:
+    return LOGPROB_FLOOR if math.isnan(logprob) else max(logprob, LOGPROB_FLOOR)
+
+
+def error_body(message: str, *, kind: str, code: str, param: str | None = None) -> dict[str, Any]:
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def model_card(name: str, info: EngineInfo) -> dict[str, Any]:
+    """One entry of /v1/models, with the fields that vLLM adds and UIs read."""
+    return {
+        "id": name,
+        "object": "model",
+        "created": info.created,
+        "owned_by": "specd",
+        "root": info.served_names[0],
+        "parent": None,
+        "permission": [],
+        "max_model_len": info.max_len,
+        "specd": {"drafters": [] if info.drafter == "none" else [info.drafter], "max_draft": info.max_draft},
+    }

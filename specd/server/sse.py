@@ -1,0 +1,119 @@
+"""Server-sent events of one streamed answer. Pure: deltas in, bytes out; no HTTP.
+
+    role chunk of each choice (chat) | text chunks | finish chunk of each choice | usage chunk | [DONE]
+
+A text chunk is never empty: tokens that release no text yet travel with the next chunk of their choice that has some,
+or with its finish chunk. So the concatenation of chunks does not depend on how tokens were grouped into deltas.
+Only `data:` lines and comments are written: `id:` and `retry:` break a widely used client.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+
+from specd.request import FinishReason, SequenceDelta
+from specd.server.fields import Endpoint
+from specd.server.responses import ChoiceText, Piece, ResponseWriter
+
+DONE = b"data: [DONE]\n\n"
+KEEP_ALIVE = b": keep-alive\n\n"
+
+
+def event(body: dict[str, Any]) -> bytes:
+    """One event; JSON has no raw newlines, so one line is always enough."""
+    return b"data: " + orjson.dumps(body) + b"\n\n"
+
+
+class StreamEncoder:
+    """Encodes one call. `start` once, `push` per delta, `end` once after every choice has finished."""
+
+    def __init__(self, writer: ResponseWriter) -> None:
+        self._writer = writer
+        self._call = writer.call
+        self._chat = self._call.endpoint is Endpoint.CHAT
+        self._started = [False] * self._call.num_choices
+        self.choices = [ChoiceText() for _ in range(self._call.num_choices)]
+
+    @property
+    def finished(self) -> bool:
+        return all(choice.finish_reason is not None for choice in self.choices)
+
+    def start(self) -> bytes:
+        """The role chunks. Completions have none."""
+        if not self._chat:
+            return b""
+        roles = [
+            self._chunk(i, {"delta": {"role": "assistant", "content": "", "refusal": None}}, Piece())
+            for i in range(self._call.num_choices)
+        ]
+        return b"".join(roles)
+
+    def push(self, index: int, delta: SequenceDelta) -> bytes:
+        """What one delta of choice `index` adds to the stream; nothing while no text is released."""
+        assert delta.finish_reason not in (FinishReason.ERROR, FinishReason.ABORT), "failures end the stream elsewhere"
+        choice = self.choices[index]
+        choice.add(delta)
+        chunks = b""
+        if delta.text:
+            piece = choice.take()
+            content: dict[str, Any] = {"delta": {"content": piece.text}} if self._chat else {"text": piece.text}
+            chunks = self._chunk(index, content, piece)
+        if choice.finish_reason is not None:
+            chunks += self._finish(index, choice)
+        return chunks
+
+    def _finish(self, index: int, choice: ChoiceText) -> bytes:
+        content: dict[str, Any] = {"delta": {}} if self._chat else {"text": ""}
+        metrics = self._writer.metrics(choice.stats)
+        alone = self._call.num_choices == 1
+        return self._chunk(
+            index,
+            content,
+            choice.take(),
+            finish=choice,
+            choice_extra={} if alone else metrics,
+            root_extra=metrics if alone and not self._call.include_usage else {},
+        )
+
+    def _chunk(
+        self,
+        index: int,
+        content: dict[str, Any],
+        piece: Piece,
+        *,
+        finish: ChoiceText | None = None,
+        choice_extra: dict[str, Any] | None = None,
+        root_extra: dict[str, Any] | None = None,
+    ) -> bytes:
+        body = self._writer.head("chat.completion.chunk" if self._chat else "text_completion")
+        choice = {"index": index, **content, "logprobs": self._writer.logprobs(index, piece), "finish_reason": None}
+        if finish is not None:
+            choice |= {"finish_reason": finish.finish_reason, "stop_reason": finish.stop_reason}
+        if self._call.return_token_ids:
+            self._add_token_ids(index, piece, body, choice)
+        body["choices"] = [choice | (choice_extra or {})]
+        if self._call.continuous_usage:
+            body["usage"] = self._writer.usage(self.choices)
+        elif self._call.include_usage:
+            body["usage"] = None
+        body |= self._writer.origins(piece)
+        return event(body | (root_extra or {}))
+
+    def _add_token_ids(self, index: int, piece: Piece, body: dict[str, Any], choice: dict[str, Any]) -> None:
+        """Token ids of the chunk, and the prompt's with the first one of a choice."""
+        choice["token_ids"] = list(piece.token_ids)
+        if not self._started[index]:
+            self._started[index] = True
+            (body if self._chat else choice)["prompt_token_ids"] = list(self._writer.prompt_ids(index))
+
+    def end(self) -> bytes:
+        """The usage chunk when asked for, and [DONE]."""
+        if not self._call.include_usage:
+            return DONE
+        body = self._writer.head("chat.completion.chunk" if self._chat else "text_completion")
+        body |= {"choices": [], "usage": self._writer.usage(self.choices)}
+        if self._call.num_choices == 1:
+            body |= self._writer.metrics(self.choices[0].stats)
+        return event(body) + DONE
