@@ -28,7 +28,7 @@ from specd.pipeline.draft_length import AdaptiveLength, DraftLength, FixedLength
 from specd.pipeline.refill import RefillStage
 from specd.pipeline.schedule import Limits, Scheduler
 from specd.pipeline.verify import VerifyStage
-from specd.sampling.accept import AcceptanceSettings
+from specd.sampling.chain import AcceptanceSettings
 from specd.status import EngineInfo
 from specd.tensors import DraftState
 from specd.text import Tokenizer
@@ -93,10 +93,9 @@ def _assemble(config: Config, choice: DraftChoice, device: Device) -> Parts:
         drafter.allocate(num_pages=pool.num_pages, page_size=pool.page_size)
         features = _features(target, drafter, pool)
     settings = AcceptanceSettings(
-        rule=config.speculation.acceptance,
         threshold=config.speculation.threshold,
-        typical_epsilon=config.speculation.typical_epsilon,
-        typical_delta=config.speculation.typical_delta,
+        typical_threshold=config.speculation.typical_threshold,
+        typical_alpha=config.speculation.typical_alpha,
     )
     traits = None if drafter is None else drafter.traits
     scheduler = Scheduler(
@@ -126,7 +125,7 @@ def _assemble(config: Config, choice: DraftChoice, device: Device) -> Parts:
         verify=VerifyStage(
             target.model, kv, device, features=features, wanted=None if traits is None else traits.features
         ),
-        accept=AcceptStage(device, settings),
+        accept=AcceptStage(device, rule=config.speculation.acceptance, settings=settings),
         refill=None if drafter is None else RefillStage(drafter, device, features=features),
         drafter=drafter,
         uses_ngram=choice.kind == "ngram",
@@ -135,9 +134,7 @@ def _assemble(config: Config, choice: DraftChoice, device: Device) -> Parts:
 
 def _load(name: str, config: Config, device: Device) -> tuple[LoadedModel, Tokenizer]:
     path = resolve(name, revision=config.model.revision or None, offline=config.model.offline)
-    loaded = load_target(
-        path, dtype=config.model.dtype, device=device.torch_device, attention=TorchAttention()
-    )
+    loaded = load_target(path, dtype=config.model.dtype, device=device.torch_device, attention=TorchAttention())
     return loaded, Tokenizer.load(path, read_metadata=read_metadata)
 
 
@@ -155,7 +152,9 @@ def _drafter(
 def _max_len(config: Config, target: LoadedModel) -> int:
     longest = target.model.shape.max_position
     if config.model.max_len > longest:
-        raise ConfigError(f"model.max_len is {config.model.max_len}; {target.name} was made for at most {longest} tokens")
+        raise ConfigError(
+            f"model.max_len is {config.model.max_len}; {target.name} was made for at most {longest} tokens"
+        )
     return config.model.max_len or longest
 
 

@@ -170,11 +170,11 @@ class SpeculationConfig:
     threshold: float = option(
         0.5, "acceptance = threshold: least target probability of a draft that is kept.", low=0.0, high=1.0
     )
-    typical_epsilon: float = option(
-        0.3, "acceptance = typical: most probability that may be asked of a draft.", low=0.0, high=1.0
+    typical_threshold: float = option(
+        0.09, "acceptance = typical: most probability that is asked of a draft.", low=0.0, high=1.0
     )
-    typical_delta: float = option(
-        0.09, "acceptance = typical: factor of exp(-entropy) in what is asked of a draft.", low=0.0, high=1.0
+    typical_alpha: float = option(
+        0.3, "acceptance = typical: factor of exp(-entropy) in what is asked of a draft.", low=0.0, high=1.0
     )
 
 

@@ -228,22 +228,20 @@ def _find(key: str, source: str) -> Option:
     section, _, name = key.partition(".")
     _find_section(section, source)
     names = [option.field.name for option in _section_options(section)]
-    raise ConfigError(f"{source}: unknown key {key}{_nearest(name, names, section + '.', key)}")
+    raise ConfigError(f"{source}: unknown key {key}{_nearest(name, names, section + '.')}")
 
 
 def _find_section(section: str, source: str) -> None:
     if section not in _sections():
-        keys = [o.key for o in _OPTIONS.values() if o.field.name == section]
-        hint = f"; did you mean {keys[0]}?" if keys else _nearest(section, _sections(), "", section)
-        raise ConfigError(f"{source}: unknown section {section}{hint}")
+        raise ConfigError(f"{source}: unknown section {section}{_nearest(section, _sections(), '')}")
 
 
-def _nearest(name: str, names: Sequence[str], prefix: str, key: str) -> str:
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    if close:
-        return f"; did you mean {prefix}{close[0]}?"
-    elsewhere = [o.key for o in _OPTIONS.values() if o.field.name == name]
-    return f"; did you mean {elsewhere[0]}?" if elsewhere else f"; there are {', '.join(names)}"
+def _nearest(name: str, names: Sequence[str], prefix: str) -> str:
+    """A hint: the same name in another section, a similar one in this section, or all there are."""
+    elsewhere = [option.key for option in _OPTIONS.values() if option.field.name == name]
+    close = [prefix + match for match in difflib.get_close_matches(name, names, n=1, cutoff=0.5)]
+    hints = elsewhere or close
+    return f"; did you mean {hints[0]}?" if hints else f"; there are {', '.join(names)}"
 
 
 def _sections() -> list[str]:

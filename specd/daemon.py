@@ -165,14 +165,14 @@ async def _run(
     stop: StopSignal,
 ) -> int:
     """Serves until asked to stop, drains, and gives the exit code."""
-    async with contextlib.AsyncExitStack() as stack:
-        stack.push_async_callback(engine.close)  # again, and without effect, unless something below raises
+    async with contextlib.AsyncExitStack() as engine_stack, contextlib.AsyncExitStack() as stack:
+        engine_stack.push_async_callback(engine.close)
         runner = create_runner(create_app(engine, config), shutdown_timeout_s=_LAST_BYTES_S)
         await _start(runner, listeners, stack)
         control = aiohttp.web.AppRunner(create_admin_app(engine, stop.ask_shutdown), access_log=None)
         await _start(control, admin, stack)
         # Left in reverse: the engine ends its streams, then the runners wait until the last bytes are written.
-        stack.push_async_callback(engine.close)
+        stack.push_async_callback(engine_stack.aclose)
         addresses = [address_of(listener) for listener in listeners]
         print(plan_text(engine.info, addresses, control=[address_of(listener) for listener in admin]), flush=True)
         log.info("became_ready", model=engine.info.model, drafter=engine.info.drafter, addresses=addresses)

@@ -22,6 +22,7 @@ from specd.pipeline.counters import Counters
 from specd.pipeline.loop import Pipeline
 from specd.proposers.ngram import NgramProposer
 from specd.request import FinishReason, Request, SequenceDelta
+from specd.selfcheck import warm_up
 from specd.sequence import Phase, Sequence
 from specd.status import EngineInfo, EngineState, EngineStats, RequestStatus
 from specd.text import Detokenizer, Tokenizer
@@ -106,12 +107,10 @@ class Engine:
 
         Raises ConfigError, FetchError, ModelError, DraftError, or EngineError when the first tokens fail.
         """
-        from specd.selfcheck import warm_up
-
         engine = cls(await asyncio.to_thread(assemble, config, device=device))
         try:
             engine._state = EngineState.READY
-            await warm_up(engine, self_check=config.speculation.self_check)
+            await warm_up(engine.submit, engine.info, engine.tokenizer, self_check=config.speculation.self_check)
             engine.reset_counters()
         except BaseException:
             await engine.close()

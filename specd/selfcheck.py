@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from collections.abc import AsyncIterator, Callable
 
 from specd.errors import EngineError
 from specd.log import get_logger
 from specd.request import Request, SamplingParams, SequenceDelta
+from specd.status import EngineInfo
+from specd.text import Tokenizer
 
-if TYPE_CHECKING:
-    from specd.engine import Engine
+Submit = Callable[[Request], AsyncIterator[SequenceDelta]]
 
 log = get_logger(__name__)
 
@@ -18,30 +19,30 @@ _TEXT = "The quick brown fox jumps over the lazy dog. The quick brown fox jumps 
 _TOKENS = 32
 
 
-async def warm_up(engine: Engine, *, self_check: bool) -> None:
+async def warm_up(submit: Submit, info: EngineInfo, tokenizer: Tokenizer, *, self_check: bool) -> None:
     """Generates a few tokens greedily. Raises EngineError when they do not come."""
-    prompt = engine.tokenizer.encode(_TEXT) or [0]
-    prompt = prompt[: max(1, engine.info.max_len // 2)]
-    count = _TOKENS if self_check and engine.info.max_draft else 4
-    last = await _generate(engine, tuple(prompt), min(count, engine.info.max_len - len(prompt)))
+    prompt = tokenizer.encode(_TEXT) or [0]
+    prompt = prompt[: max(1, info.max_len // 2)]
+    count = _TOKENS if self_check and info.max_draft else 4
+    last = await _generate(submit, tuple(prompt), min(count, info.max_len - len(prompt)))
     if last.stats is None or last.error is not None:
         raise EngineError(f"the first tokens could not be computed: {last.error or last.finish_reason}")
-    if self_check and engine.info.max_draft:
+    if self_check and info.max_draft:
         stats = last.stats
         log.info(
             "drafter_checked",
-            drafter=engine.info.drafter,
+            drafter=info.drafter,
             tokens=stats.completion_tokens,
             drafted=stats.num_draft_tokens,
             accepted=stats.num_accepted_tokens,
         )
 
 
-async def _generate(engine: Engine, prompt: tuple[int, ...], max_tokens: int) -> SequenceDelta:
+async def _generate(submit: Submit, prompt: tuple[int, ...], max_tokens: int) -> SequenceDelta:
     params = SamplingParams(max_tokens=max_tokens, seed=0, temperature=0.0, ignore_eos=True)
     request = Request("specd-warm-up", prompt, params, arrival_s=time.monotonic())
     delta = None
-    async for delta in engine.submit(request):
+    async for delta in submit(request):
         pass
     assert delta is not None
     return delta

@@ -197,9 +197,7 @@ class StepPlan:
             flat = buffer[offset : offset + size]
             fields[name] = flat.reshape(rows, cols) if ndim == 2 else flat
             offset += size
-        return cls(
-            step=int(buffer[1]) | int(buffer[2]) << 31, page_size=int(buffer[3]), split=int(buffer[4]), **fields
-        )
+        return cls(step=int(buffer[1]) | int(buffer[2]) << 31, page_size=int(buffer[3]), split=int(buffer[4]), **fields)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)

@@ -168,16 +168,17 @@ class Tokenizer:
         return self._backend.id_to_token(token_id) or ""
 
     def _encode(self, text: str, masked: Mapping[int, str], add_special: bool) -> list[int]:
-        ids: list[int] = []
         try:
-            for start, end, token_id in self._split(text):
-                if token_id is not None:
-                    ids.append(token_id)
-                else:
-                    backend = self._backend if start == 0 else self._continuation
-                    ids += backend.encode(text[start:end].translate(masked), add_special_tokens=False).ids
+            text.encode()
         except UnicodeEncodeError as error:
             raise RequestError(f"the text is not valid Unicode: {error.reason}", code="invalid_value") from error
+        ids: list[int] = []
+        for start, end, token_id in self._split(text):
+            if token_id is not None:
+                ids.append(token_id)
+            else:
+                backend = self._backend if start == 0 else self._continuation
+                ids += backend.encode(text[start:end].translate(masked), add_special_tokens=False).ids
         if add_special and self.add_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
             ids.insert(0, self.bos_id)
         return ids

@@ -18,7 +18,7 @@ def _torch_threads() -> Iterator[None]:
     import torch
 
     before = torch.get_num_threads()
-    torch.set_num_threads(min(2, os.cpu_count() or 1))
+    torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
 

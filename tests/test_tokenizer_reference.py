@@ -145,8 +145,8 @@ def write_gguf(path: Path, tokens: list[str], merges: list[str], pre: str) -> di
     writer.add_token_merges(merges)
     writer.add_bos_token_id(bos)
     writer.add_eos_token_id(bos + 1)
-    shapes = {f"blk.0.attn_{name}.weight": (width, width) for name in ("q", "k", "v", "output")}
-    shapes |= {f"blk.0.ffn_{name}.weight": (width, width) for name in ("gate", "up", "down")}
+    matrices = [*(f"attn_{name}" for name in ("q", "k", "v", "output")), "ffn_gate", "ffn_up", "ffn_down"]
+    shapes: dict[str, tuple[int, ...]] = {f"blk.0.{name}.weight": (width, width) for name in matrices}
     shapes |= dict.fromkeys(("blk.0.attn_norm.weight", "blk.0.ffn_norm.weight", "output_norm.weight"), (width,))
     for name, shape in {"token_embd.weight": (len(tokens), width), **shapes}.items():
         writer.add_tensor(name, rng.standard_normal(shape).astype(np.float32))

@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from specd.attention.base import AttentionBackend
+from specd.attention.torch_attention import TorchAttention
 from specd.kv import PagedKV
 from specd.models.config import LlamaConfig, RopeConfig
 from specd.models.llama import Llama
@@ -97,7 +98,7 @@ def tiny_llama(
     """A random Llama on the CPU; `overrides` go to `tiny_config` when no config is given."""
     config = config or tiny_config(**overrides)
     weights = tiny_weights(config, seed)
-    return Llama(config, weights, attention=attention or ReferenceAttention(), dtype=dtype, device=CPU)
+    return Llama(config, weights, attention=attention or TorchAttention(), dtype=dtype, device=CPU)
 
 
 def make_kv(model: Llama, *, num_pages: int = 64, page_size: int = 16) -> PagedKV:
@@ -259,7 +260,7 @@ def write_gguf(
     metadata: dict[str, Any] | None = None,
     freq_factors: list[float] | None = None,
 ) -> Path:
-    """A `llama` file of tiny_weights(config, seed): Q and K rows interleaved, matrices quantised if asked. No tokenizer.
+    """A `llama` file of tiny_weights(config, seed): Q and K interleaved, matrices quantised if asked, no tokenizer.
 
     metadata: further integer or string keys. Returns path.
     """

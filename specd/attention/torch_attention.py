@@ -65,8 +65,10 @@ class TorchAttention:
         groups = layout.groups()
         parts = [layout.group(rows) for rows in groups]
         order = _token_order(layout, groups)
+        padded = sum(part.num_rows * part.query_len for part in parts)
+        as_it_is = padded == len(order) and bool((order == np.arange(padded)).all())
         return TorchAttentionPlan(
-            groups=tuple(parts), order=None if _is_identity(order) else _put(order, batch.positions.device)
+            groups=tuple(parts), order=None if as_it_is else _put(order, batch.positions.device)
         )
 
     def run(self, query: torch.Tensor, kv_layer: torch.Tensor, plan: TorchAttentionPlan, scale: float) -> torch.Tensor:
@@ -143,10 +145,6 @@ def _token_order(layout: _Layout, groups: list[list[int]]) -> I64:
             order[layout.starts[row] : layout.starts[row] + length] = base + np.arange(length)
             base += width
     return order
-
-
-def _is_identity(order: I64) -> bool:
-    return bool((order == np.arange(len(order))).all())
 
 
 def _put(array: I64, device: torch.device) -> torch.Tensor:

@@ -24,9 +24,7 @@ class LMDrafter:
 
     hidden_size = None
 
-    def __init__(
-        self, model: Model, *, name: str, vocab_size: int, max_depth: int, max_context: int | None
-    ) -> None:
+    def __init__(self, model: Model, *, name: str, vocab_size: int, max_depth: int, max_context: int | None) -> None:
         self.traits = DraftTraits(name=name, max_depth=max_depth, max_context=max_context)
         self.vocab_size = vocab_size
         self._model = model

@@ -26,7 +26,7 @@ class DraftChoice:
 
 
 def parse_draft(text: str) -> DraftChoice:
-    """"auto" is the best one there is for the model: the n-gram proposer. Raises DraftError for anything unknown."""
+    """ "auto" is the best one there is for the model: the n-gram proposer. Raises DraftError for anything unknown."""
     kind, _, argument = text.partition(":")
     if text in ("auto", "ngram"):
         return DraftChoice("ngram")

@@ -73,7 +73,7 @@ def resolve(name: str, *, revision: str | None = None, offline: bool = False, pr
     if name in ALIASES:
         return _resolve_alias(name, ALIASES[name], offline=offline, progress=progress)
     path = Path(name).expanduser()
-    if path.is_dir():
+    if name and path.is_dir():  # an empty name would be the current folder
         return path
     if path.is_file():
         if path.suffix != ".gguf":

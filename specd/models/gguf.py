@@ -28,9 +28,18 @@ _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _STRING, _ARRAY = 8, 9
 _SCALARS = {
-    0: ("<u1", 1), 1: ("<i1", 1), 2: ("<u2", 2), 3: ("<i2", 2), 4: ("<u4", 4), 5: ("<i4", 4), 6: ("<f4", 4),
-    7: ("|b1", 1), 10: ("<u8", 8), 11: ("<i8", 8), 12: ("<f8", 8),
-}  # fmt: skip
+    0: "B",
+    1: "b",
+    2: "H",
+    3: "h",
+    4: "I",
+    5: "i",
+    6: "f",
+    7: "?",
+    10: "Q",
+    11: "q",
+    12: "d",
+}  # struct's letters
 _MAX_NESTING = 4
 _MAX_DIMS = 4
 _MIN_ENTRY_BYTES = 13  # of a key/value pair: key length, type, one byte of value
@@ -119,12 +128,15 @@ class _Cursor:
         except UnicodeDecodeError as error:
             raise self.fail(f"{what} is not UTF-8") from error
 
+    def scalars(self, kind: int, count: int, what: str) -> tuple[Any, ...]:
+        layout = struct.Struct(f"<{count}{_SCALARS[kind]}")
+        return layout.unpack(self.take(layout.size, what))
+
     def value(self, kind: int, what: str, depth: int = 0) -> Any:
         if kind == _STRING:
             return self.string(what)
         if kind in _SCALARS:
-            dtype, size = _SCALARS[kind]
-            return np.frombuffer(self.take(size, what), dtype)[0].item()
+            return self.scalars(kind, 1, what)[0]
         if kind != _ARRAY or depth >= _MAX_NESTING:
             raise self.fail(f"{what} has the unknown value type {kind}" if kind != _ARRAY else f"{what} nests too deep")
         return self._array(what, depth)
@@ -132,9 +144,8 @@ class _Cursor:
     def _array(self, what: str, depth: int) -> list[Any]:
         kind = self.u32(what)
         if kind in _SCALARS:
-            dtype, size = _SCALARS[kind]
-            count = self.count(size, f"length of {what}")
-            return list(np.frombuffer(self.take(count * size, what), dtype).tolist())
+            count = self.count(struct.calcsize("<" + _SCALARS[kind]), f"length of {what}")
+            return list(self.scalars(kind, count, what))
         count = self.count(8, f"length of {what}")  # strings and arrays start with a u64
         if kind == _STRING:
             return [self.string(what) for _ in range(count)]
@@ -247,7 +258,7 @@ class GgufFile(Mapping[str, "torch.Tensor"]):
             header.metadata,
             tensor_names=header.tensors.keys(),
             vocab_rows=embedding.shape[0] if embedding else 1,  # a missing embedding is named by check_weights
-            freq_factors=None if factors is None else tuple(self._dequantised(_ROPE_FREQS, factors).tolist()),
+            freq_factors=None if factors is None else tuple(map(float, self._dequantised(_ROPE_FREQS, factors))),
         )
         self._tensors = {_hf_name(name): tensor for name, tensor in header.tensors.items()}
 

@@ -11,13 +11,14 @@ import torch
 
 from specd.device import Device, Handle
 from specd.pipeline.verify import VerifyBatch
-from specd.sampling.accept import AcceptanceSettings, accept
 from specd.sampling.batch import sampling_batch
+from specd.sampling.chain import AcceptanceSettings, accept
 from specd.step import F32, I32, AcceptanceReport, StepPlan
 from specd.tensors import Acceptance, DraftTokens, LogitMasks, TargetOutput
 
 
 def accept_rows(
+    rule: str,
     settings: AcceptanceSettings,
     plan: StepPlan,
     batch: VerifyBatch,
@@ -26,7 +27,7 @@ def accept_rows(
     masks: LogitMasks | None,
 ) -> Acceptance:
     sampling = sampling_batch(plan, output.logits.shape[-1], output.logits.device)
-    return accept(output, drafts, plan, batch.info, sampling, settings=settings, masks=masks)
+    return accept(output, drafts, plan, batch.info, sampling, rule=rule, settings=settings, masks=masks)
 
 
 def to_host(accepted: Acceptance, drafts: DraftTokens) -> AcceptanceReport:
@@ -53,8 +54,9 @@ def _f32(tensor: torch.Tensor) -> F32:
 class AcceptStage:
     """Launches acceptance and the report on the target's stream."""
 
-    def __init__(self, device: Device, settings: AcceptanceSettings) -> None:
+    def __init__(self, device: Device, *, rule: str, settings: AcceptanceSettings) -> None:
         self._stream = device.stream("accept")
+        self._rule = rule
         self._settings = settings
 
     def launch(
@@ -66,7 +68,7 @@ class AcceptStage:
         masks: Handle[LogitMasks] | None = None,
     ) -> tuple[Handle[Acceptance], Handle[AcceptanceReport]]:
         accepted = self._stream.launch(
-            accept_rows, self._settings, plan, batch, drafts, output, masks, stage="accept", step=plan.step
+            accept_rows, self._rule, self._settings, plan, batch, drafts, output, masks, stage="accept", step=plan.step
         )
         report = self._stream.launch(to_host, accepted, drafts, stage="report", step=plan.step)
         return accepted, report

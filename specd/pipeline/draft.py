@@ -15,8 +15,8 @@ import torch
 from specd.device import Device, Handle
 from specd.drafters.base import Drafter
 from specd.log import get_logger
-from specd.sampling.batch import SamplingBatch, draft_batch
-from specd.sampling.draft import draw_draft
+from specd.sampling.batch import draft_batch
+from specd.sampling.chain import draw_draft
 from specd.step import DraftSource, StepPlan, indptr
 from specd.tensors import BatchInfo, DraftState, DraftTokens, batch_info
 
@@ -50,12 +50,9 @@ def grow_chain(
     )
     lengths = plan.num_drafts[rows]
     for depth in range(int(lengths.max())):
-        active = [row for row, length in zip(rows, lengths, strict=True) if length > depth]
-        state = _keep(state, [i for i, row in enumerate(rows) if row in set(active)], device)
-        rows, lengths = active, plan.num_drafts[active]
-        sampling = draft_batch(plan, drafter.vocab_size, device, active)
-        drawn, drawn_probs = _draw(state.logits, sampling, depth, rule, argmax)
-        index = torch.tensor(active, dtype=torch.int64).to(device)
+        sampling = draft_batch(plan, drafter.vocab_size, device, rows)
+        drawn, drawn_probs = draw_draft(state.logits, sampling, depth, rule=rule, sampled=not argmax)
+        index = torch.tensor(rows, dtype=torch.int64).to(device)
         tokens[index, depth] = drawn
         if drawn_probs is not None:
             if probs is None:
@@ -64,17 +61,10 @@ def grow_chain(
         going = [i for i, length in enumerate(lengths) if length > depth + 1]
         if going:
             state = _keep(state, going, device)
-            rows, lengths = [active[i] for i in going], lengths[going]
-            state = drafter.extend(drawn[torch.tensor(going).to(device)], state.hidden, _one_token(plan, rows, depth, drafter, device))
+            rows, lengths = [rows[i] for i in going], lengths[going]
+            drawn = drawn[torch.tensor(going, dtype=torch.int64).to(device)]
+            state = drafter.extend(drawn, state.hidden, _one_token(plan, rows, depth, drafter, device))
     return DraftTokens(tokens=tokens, probs=probs)
-
-
-def _draw(
-    logits: torch.Tensor, sampling: SamplingBatch, depth: int, rule: str, argmax: bool
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    if argmax:
-        return logits.argmax(-1), None
-    return draw_draft(logits, sampling, depth, rule)
 
 
 def _keep(state: DraftState, rows: list[int], device: torch.device) -> DraftState:
@@ -119,7 +109,7 @@ class DraftStage:
         rows = np.flatnonzero((plan.sources == DraftSource.DRAFTER) & (plan.num_drafts > 0)).tolist()
         if self._drafter is None or carry is None or not rows:
             # The handle of the last refill is waited for all the same: verify may reuse pages it still writes.
-            handle = self._stream.launch(_proposals, plan, device, carry, on_error=_plain(plan, device))
+            handle = self._stream.launch(_proposals, plan, device, carry, on_error=_Fallback(plan, device))
             return handle, 0
         handle = self._stream.launch(
             grow_chain,
@@ -132,17 +122,13 @@ class DraftStage:
             device,
             stage="draft",
             step=plan.step,
-            on_error=_plain(plan, device),
+            on_error=_Fallback(plan, device),
         )
         return handle, plan.max_drafts - 1
 
 
 def _proposals(plan: StepPlan, device: torch.device, after: object) -> DraftTokens:
     return DraftTokens(tokens=host_drafts(plan, device))
-
-
-def _plain(plan: StepPlan, device: torch.device) -> _Fallback:
-    return _Fallback(plan, device)
 
 
 class _Fallback:

@@ -146,7 +146,7 @@ class AdaptiveLength:
         plain = self._cost(requests, [0] * len(requests), rows)
         candidates = sorted(
             (
-                (-self._rate(request.sequence, request.source).rate ** j, j, i)
+                (-(self._rate(request.sequence, request.source).rate ** j), j, i)
                 for i, request in enumerate(requests)
                 for j in range(1, request.max_drafts + 1)
             ),

@@ -144,9 +144,7 @@ class Pipeline:
                 return
             if _refill_error(previous) is not None:
                 return
-            launched.refill, launched.num_refill_tokens = self._refill.launch_exact(
-                launched.plan, report, self._carry
-            )
+            launched.refill, launched.num_refill_tokens = self._refill.launch_exact(launched.plan, report, self._carry)
         self._carry = launched.refill
 
     async def _commit_and_schedule(
@@ -191,7 +189,9 @@ class Pipeline:
         found: dict[int, RowReport | SpecdError] = {}
         for half in halves:
             plan = scheduled.plan.select(half, drafts=False)
-            drafts = ready(DraftTokens(torch.zeros((len(half), 0), dtype=torch.int64, device=self._device.torch_device)))
+            drafts = ready(
+                DraftTokens(torch.zeros((len(half), 0), dtype=torch.int64, device=self._device.torch_device))
+            )
             batch = self._verify.prepare(plan)
             _, handle = self._accept.launch(plan, batch, drafts, self._verify.launch(plan, batch, drafts))
             try:
@@ -225,9 +225,7 @@ class Pipeline:
 
     # ---------------------------------------------------------------- measuring
 
-    def _measure(
-        self, launched: Launched, previous: Launched | None, reports: list[RowReport | SpecdError]
-    ) -> None:
+    def _measure(self, launched: Launched, previous: Launched | None, reports: list[RowReport | SpecdError]) -> None:
         now = time.perf_counter()
         scheduled = launched.scheduled
         good = [report for report in reports if isinstance(report, RowReport)]
@@ -260,11 +258,7 @@ def _row_reports(
     out: list[RowReport | SpecdError] = []
     for i, row in enumerate(rows):
         sequence = scheduled.rows[row].sequence
-        out.append(
-            row_report(
-                report, i, num_drafts=int(plan.num_drafts[i]), num_logprobs=sequence.sampling.logprobs
-            )
-        )
+        out.append(row_report(report, i, num_drafts=int(plan.num_drafts[i]), num_logprobs=sequence.sampling.logprobs))
     return out
 
 

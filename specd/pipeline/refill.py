@@ -201,5 +201,3 @@ class RefillStage:
             step=plan.step,
         )
         return handle, plan.num_tokens
-
-

@@ -219,7 +219,7 @@ class Scheduler:
         """Moves a sequence from waiting to running with all pages of its tokens, or does nothing."""
         keys = sequence.keys.update(sequence.tokens, len(sequence.tokens) - 1)
         pages = self.pool.match(keys)
-        sequence.pages = pages
+        sequence.pages = pages.copy()
         if not self._reserve(sequence, len(sequence.tokens)):
             self.pool.release(pages)
             sequence.pages = []
@@ -318,9 +318,7 @@ class Scheduler:
 
     def _observe(self, row: Row, report: RowReport) -> None:
         if report.num_drafts:
-            self.length.observe_row(
-                row.sequence, row.source, drafted=report.num_drafts, accepted=report.num_accepted
-            )
+            self.length.observe_row(row.sequence, row.source, drafted=report.num_drafts, accepted=report.num_accepted)
         elif row.host_drafts and report.tokens:
             kept = int(row.host_drafts[0] == report.tokens[0])
             self.length.observe_row(row.sequence, row.source, drafted=1, accepted=kept)

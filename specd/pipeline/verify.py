@@ -101,9 +101,7 @@ class VerifyStage:
     def prepare(self, plan: StepPlan) -> Handle[VerifyBatch]:
         return self._stream.launch(upload, plan, self._device.torch_device, stage="upload", step=plan.step)
 
-    def launch(
-        self, plan: StepPlan, batch: Handle[VerifyBatch], drafts: Handle[DraftTokens]
-    ) -> Handle[TargetOutput]:
+    def launch(self, plan: StepPlan, batch: Handle[VerifyBatch], drafts: Handle[DraftTokens]) -> Handle[TargetOutput]:
         return self._stream.launch(
             forward, self._model, self._kv, self._features, self._wanted, batch, drafts, stage="verify", step=plan.step
         )

@@ -53,7 +53,7 @@ def row_key(seed: int, prompt_index: int, choice: int) -> int:
     """The key of one choice of one prompt, as a signed 64-bit integer. seed may be any integer (taken modulo 2^64)."""
     key = _mix_int(seed + _GOLDEN)
     for part in (prompt_index, choice):
-        key = _mix_int((key ^ _mix_int(part + _GOLDEN)) + _GOLDEN)
+        key = _mix_int(key + (part + 1) * _GOLDEN)
     return _signed(key)
 
 
@@ -92,5 +92,5 @@ def exponential(keys: torch.Tensor, vocab_size: int) -> torch.Tensor:
 
 
 def uniform(keys: torch.Tensor) -> torch.Tensor:
-    """One coin per row in [0, 1): i64[R] -> f64[R], 53 random bits."""
-    return _mix(keys + _signed(_GOLDEN)).bitwise_right_shift(11).bitwise_and((1 << 53) - 1).double() * 2.0**-53
+    """One coin per row in [0, 1): i64[R] -> f64[R], 53 random bits. No token's number: it stands before all of them."""
+    return _mix(keys - _signed(_GOLDEN)).bitwise_right_shift(11).bitwise_and((1 << 53) - 1).double() * 2.0**-53

@@ -9,6 +9,7 @@ Legend: B rows of the plan, R logits rows, K drafts, V vocabulary, H history, E 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
 from specd.sampling.batch import WILDCARD, AllowedTokens, BannedSequences, MinTokens, Penalties, SamplingBatch
 from specd.sampling.filters import filtered_probabilities
@@ -128,8 +129,7 @@ def _ban(logits: torch.Tensor, drafts: torch.Tensor, batch: SamplingBatch, banne
 
 def _context(drafts: torch.Tensor, batch: SamplingBatch, banned: BannedSequences) -> torch.Tensor:
     """i64[R, M] the tokens before the one that each row emits, newest first: drafts above it, then the tail."""
-    padded = torch.cat([torch.full_like(drafts[:, :1], -1), drafts], dim=1) if drafts.shape[1] else banned.tail[:, :1]
-    own = padded[batch.sequence, batch.node]  # token of each row's own node; the root's is in the tail
+    own = F.pad(drafts, (1, 0), value=-1)[batch.sequence, batch.node]  # each row's own token; the root's is in the tail
     row = torch.arange(batch.num_rows, device=drafts.device)
     columns = []
     for back in range(banned.width):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 import dataclasses
 import math
 from collections.abc import Sequence
@@ -12,7 +11,7 @@ from specd.request import FinishReason, SequenceDelta, SequenceStats, TokenLogpr
 from specd.server.fields import Endpoint
 from specd.server.openai import GenerationCall
 from specd.status import EngineInfo
-from specd.text import Tokenizer
+from specd.text import Detokenizer, Tokenizer
 
 LOGPROB_FLOOR = -9999.0  # OpenAI's value for "never"; JSON has no infinity
 
@@ -63,16 +62,15 @@ class TextOffsets:
     """`text_offset` of completions: characters complete before each token, whatever the grouping of tokens."""
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special: bool) -> None:
-        self._tokenizer = tokenizer
-        self._silent = frozenset(tokenizer.special_ids) if skip_special else frozenset()
-        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._detokenizer = Detokenizer(tokenizer, skip_special)
+        self._vocab_size = tokenizer.vocab_size
         self._offset = 0
 
     def advance(self, token_id: int) -> int:
         """The token's offset."""
         offset = self._offset
-        if token_id not in self._silent:
-            self._offset += len(self._decoder.decode(_token_bytes(self._tokenizer, token_id)))
+        if token_id < self._vocab_size:
+            self._offset += len(self._detokenizer.push(token_id))
         return offset
 
 
