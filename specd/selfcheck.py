@@ -41,8 +41,5 @@ async def warm_up(submit: Submit, info: EngineInfo, tokenizer: Tokenizer, *, sel
 async def _generate(submit: Submit, prompt: tuple[int, ...], max_tokens: int) -> SequenceDelta:
     params = SamplingParams(max_tokens=max_tokens, seed=0, temperature=0.0, ignore_eos=True)
     request = Request("specd-warm-up", prompt, params, arrival_s=time.monotonic())
-    delta = None
-    async for delta in submit(request):
-        pass
-    assert delta is not None
-    return delta
+    deltas = [delta async for delta in submit(request)]
+    return deltas[-1]

@@ -46,7 +46,7 @@ class SpeculationRecord:
 
 
 class Sequence:
-    """Tokens, pages and counts of one choice. `pages` and `slot` belong to the RUNNING phase and are empty otherwise."""
+    """Tokens, pages and counts of one choice. `pages` and `slot` belong to the RUNNING phase, else they are empty."""
 
     def __init__(
         self,

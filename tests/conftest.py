@@ -14,7 +14,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 @pytest.fixture(scope="session", autouse=True)
 def _torch_threads() -> Iterator[None]:
-    """Tiny tensors gain nothing from more threads, and two cores are all that a test machine needs to have."""
+    """Tiny tensors gain nothing from more threads; real-model tests that do set their own."""
     import torch
 
     before = torch.get_num_threads()

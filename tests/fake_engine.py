@@ -119,6 +119,7 @@ class FakeEngine:
         self.info = make_info(self.tokenizer, **info)
         self.state = EngineState.READY
         self.snapshot = no_stats()
+        self.change: Callable[[SequenceDelta], SequenceDelta] = lambda delta: delta  # last word on every delta
         self.live: dict[str, Request] = {}
         self.aborted: list[str] = []
         self.requests_seen: list[Request] = []
@@ -144,7 +145,7 @@ class FakeEngine:
                 if number == self.script.abort_after:
                     yield self._end(delta, FinishReason.ABORT, None)
                     return
-                yield delta
+                yield self.change(delta)
             self.live.pop(request.request_id, None)
         finally:
             self.abort(request.request_id)
@@ -161,9 +162,7 @@ class FakeEngine:
 
     def _interleave(self, request: Request) -> Iterator[SequenceDelta]:
         """The deltas of all choices in turn, as a batch would give them."""
-        sources = [
-            group(say(request, i, self.script, self.tokenizer), self.script.blocks) for i in range(request.n)
-        ]
+        sources = [group(say(request, i, self.script, self.tokenizer), self.script.blocks) for i in range(request.n)]
         while sources:
             for source in list(sources):
                 delta = next(source, None)

@@ -142,10 +142,7 @@ def test_truncated_shares_weights_and_equals_a_shallower_model(tmp_path: Path) -
     config = tiny_config(num_layers=3)
     model = tiny_llama(config=config)
     shallow = model.truncated(2)
-    same = Llama(
-        dataclasses.replace(config, num_layers=2), tiny_weights(config), attention=ReferenceAttention(),
-        dtype=torch.float32, device=CPU,
-    )  # fmt: skip
+    same = tiny_llama(config=tiny_config(num_layers=2), weights=tiny_weights(config))
     tokens = tokens_of(12)
     assert torch.equal(run_chunks(shallow, tokens, [12]), run_chunks(same, tokens, [12]))
     assert not torch.allclose(run_chunks(shallow, tokens, [12]), run_chunks(model, tokens, [12]))

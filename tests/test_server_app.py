@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import dataclasses
 import gzip
+import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +15,7 @@ import pytest
 
 from specd.config import Config, SamplingConfig
 from specd.errors import ConfigError, DrainingError, EngineError, QueueFullError
-from specd.request import Request
+from specd.request import Request, TokenLogprob
 from specd.server.auth import ApiKeys
 from specd.status import EngineState
 from tests.fake_engine import FakeEngine, Script, byte_tokenizer
@@ -205,6 +208,8 @@ BAD_BODIES: list[tuple[Any, str, str | None]] = [
     ({"seed": 2**63}, "out_of_range", "seed"),
     (b'{"seed": 18446744073709551616}', "out_of_range", "seed"),
     (b'{"seed": 1e400}', "invalid_json", None),
+    (b'{"prompt": [1180591620717411303424]}', "out_of_range", "prompt[0]"),
+    (b'{"prompt": [9223372036854775808]}', "out_of_range", "prompt[0]"),
     ({"seed": 1.5}, "invalid_type", "seed"),
     ({"stop": ""}, "out_of_range", "stop[0]"),
     ({"stop": ["a", 1]}, "invalid_type", "stop[1]"),
@@ -244,7 +249,7 @@ async def test_bad_fields(fields: Any, code: str, param: str | None) -> None:
     body = fields
     if isinstance(fields, dict):
         body = {**PROMPT, **fields}
-    elif fields.startswith(b'{"seed"'):
+    elif fields.startswith(b'{"'):
         body = b'{"prompt": "x", ' + fields[1:]
     async with serve(engine) as client:
         reply = await client.post("/v1/completions", body)
@@ -258,7 +263,7 @@ async def test_bad_fields(fields: Any, code: str, param: str | None) -> None:
 BAD_PROMPTS: list[tuple[Any, str]] = [
     (None, "prompt"), ([], "prompt"), (3, "prompt"), ({}, "prompt"), ([[]], "prompt[0]"), ([1, "a"], "prompt[1]"),
     (["a", 1], "prompt[1]"), ([[1], "a"], "prompt[1]"), ([-1], "prompt[0]"), ([1, True], "prompt[1]"),
-    ([99_999], "prompt"), ([[1], [99_999]], "prompt[1]"), ([2**70], "prompt[0]"), ([None], "prompt[0]"), ("", "prompt"),
+    ([99_999], "prompt"), ([[1], [99_999]], "prompt[1]"), ([None], "prompt[0]"), ("", "prompt"),
     (["a", ""], "prompt[1]"), ([1.5], "prompt[0]"), (["x"] * 1025, "prompt"),
 ]  # fmt: skip
 
@@ -523,20 +528,20 @@ async def test_seed_is_echoed() -> None:
         assert 0 <= int(drawn) < 2**63
 
 
-async def test_top_logprobs_with_equal_texts() -> None:
-    """Two tokens of one text are two entries; padding ids of wide logits have names too."""
-    engine = FakeEngine()
-    engine.info = engine.info.__class__(**{**_fields(engine.info), "vocab_size": engine.tokenizer.vocab_size + 5})
+async def test_token_names_in_logprobs() -> None:
+    """Ids in the padding of wide logits have a name and no bytes; ids on request."""
+    tokenizer = byte_tokenizer()
+    engine = FakeEngine(tokenizer=tokenizer, vocab_size=tokenizer.vocab_size + 5)
+    wide = TokenLogprob(5, -0.5, ((5, -0.5), (tokenizer.vocab_size + 2, float("-inf"))))
+    engine.change = lambda delta: dataclasses.replace(delta, logprobs=(wide,) * len(delta.token_ids))
     async with serve(engine) as client:
-        padded = [engine.tokenizer.vocab_size + 2]
-        reply = await client.complete(prompt=padded, logprobs=3)
-        assert reply.status == 200
-        as_ids = await client.complete(logprobs=0, return_tokens_as_token_ids=True)
-        assert as_ids.body["choices"][0]["logprobs"]["tokens"][0].startswith("token_id:")
-
-
-def _fields(record: Any) -> dict[str, Any]:
-    return {name: getattr(record, name) for name in record.__slots__}
+        chat = (await client.chat(logprobs=True, top_logprobs=2)).body["choices"][0]["logprobs"]["content"][0]
+        padding = {"token": f"token_id:{tokenizer.vocab_size + 2}", "logprob": -9999.0, "bytes": []}
+        assert chat["top_logprobs"][1] == padding
+        assert chat["bytes"] == list(tokenizer.token_bytes(5))
+        as_ids = (await client.complete(logprobs=0, return_tokens_as_token_ids=True)).body["choices"][0]["logprobs"]
+        assert as_ids["tokens"][0] == "token_id:5"
+        assert as_ids["top_logprobs"][0] == {"token_id:5": -0.5, f"token_id:{tokenizer.vocab_size + 2}": -9999.0}
 
 
 async def test_health_follows_the_engine() -> None:
@@ -557,8 +562,6 @@ async def test_health_follows_the_engine() -> None:
 
 
 async def test_live_means_progress() -> None:
-    import dataclasses
-
     engine = FakeEngine(Script(hang_after=0))
     async with serve(engine) as client:
         engine.snapshot = dataclasses.replace(engine.snapshot, last_progress_s=1000.0)
@@ -584,7 +587,7 @@ def write_keys(folder: Path, text: str) -> str:
 async def test_keys(tmp_path: Path) -> None:
     """Closed by default: every route but health, however its path is written, and paths that do not exist."""
     engine = FakeEngine()
-    hashed = "sha256:" + __import__("hashlib").sha256(b"second").hexdigest()
+    hashed = "sha256:" + hashlib.sha256(b"second").hexdigest()
     path = write_keys(tmp_path, f"# people\nfirst\n\n{hashed}\n")
     closed = ("/v1/models", "/v1/models/tiny", "/metrics", "/version", "//v1/models", "/v1%2fmodels", "/nope", "/")
     async with serve(engine, api_keys_file=path) as client:
@@ -616,16 +619,13 @@ def test_key_files_that_do_not_work(tmp_path: Path) -> None:
 
 
 async def test_concurrent_streams_do_not_mix() -> None:
-    script = Script(text=lambda request, index: bytes(request.prompt_ids[-3:]).decode() * 5, blocks=(1, 3, 2))
-    engine = FakeEngine(script)
-    encode = engine.tokenizer.encode
-    script.text = lambda request, index: engine.tokenizer.decode(request.prompt_ids) * 3
+    engine = FakeEngine(Script(blocks=(1, 3, 2)))
+    engine.script.text = lambda request, index: engine.tokenizer.decode(request.prompt_ids) * 3
 
     async def one(client: Client, name: str) -> str:
         reply = await client.complete(prompt=name, stream=True)
         return "".join(chunk["choices"][0]["text"] for chunk in reply.events)
 
-    assert encode("a")
     async with serve(engine) as client:
         names = [f"p{i:02}" for i in range(20)]
         assert await asyncio.gather(*(one(client, name) for name in names)) == [name * 3 for name in names]
@@ -661,3 +661,66 @@ async def test_log_line(monkeypatch: pytest.MonkeyPatch) -> None:
     assert good["bytes_sent"] > 0 and good["stream"] is True
     assert (bad["status"], bad["error"]) == (400, "out_of_range")
     assert "SECRET" not in str(lines) and "hello" not in str(lines)
+
+
+async def raw_exchange(client: Client, data: bytes) -> bytes:
+    """Bytes as they are, without a client that tidies them up."""
+    host, port = client.url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    try:
+        writer.write(data)
+        await writer.drain()
+        return await asyncio.wait_for(reader.read(), 5)
+    finally:
+        writer.close()
+        await writer.wait_closed()
+
+
+@pytest.mark.parametrize(
+    "target", ["//v1/models", "/v1%2fmodels", "/health/../v1/models", "http://x/v1/models", "/v1/models?/health", "/%"]
+)
+async def test_odd_targets_need_the_key(tmp_path: Path, target: str) -> None:
+    async with serve(FakeEngine(), api_keys_file=write_keys(tmp_path, "k")) as client:
+        head = f"GET {target} HTTP/1.1\r\nHost: /health\r\nConnection: close\r\n\r\n"
+        reply = await raw_exchange(client, head.encode())
+    assert reply.split(b"\r\n")[0].split()[1] in (b"401", b"400")
+    assert b'"tiny"' not in reply
+
+
+async def test_a_client_that_does_not_read_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specd.server.generation._SEND_DEADLINE_S", 0.2)
+    huge = "x" * (1 << 16)
+    engine = FakeEngine(Script(text=lambda request, index: huge, finish=False), max_len=1 << 24)
+    engine.change = lambda delta: dataclasses.replace(delta, text=huge)
+    async with serve(engine) as client:
+        host, port = client.url.removeprefix("http://").split(":")
+        _, writer = await asyncio.open_connection(host, int(port), limit=1024)
+        body = b'{"prompt": "x", "stream": true, "max_tokens": 4000000}'
+        head = (
+            f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+        )
+        writer.write(head.encode() + b"\r\n\r\n" + body)
+        await until(lambda: bool(engine.live))
+        await until(lambda: not engine.live)
+        await asyncio.sleep(0.05)
+        assert b"specd_slow_client_aborts_total 1.0" in (await client.get("/metrics")).raw
+        writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
+
+
+async def test_half_closed_clients_are_gone() -> None:
+    engine = FakeEngine(Script(hang_after=1))
+    async with serve(engine) as client:
+        host, port = client.url.removeprefix("http://").split(":")
+        _, writer = await asyncio.open_connection(host, int(port))
+        body = b'{"prompt": "x", "stream": true}'
+        head = (
+            f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+        )
+        writer.write(head.encode() + b"\r\n\r\n" + body)
+        await until(lambda: bool(engine.live))
+        writer.write_eof()
+        await until(lambda: not engine.live)
+        writer.close()
+        await writer.wait_closed()

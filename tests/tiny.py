@@ -5,7 +5,6 @@ Weights are scaled so that logits are neither flat nor saturated: greedy decodin
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -91,13 +90,14 @@ def tiny_llama(
     seed: int = 0,
     *,
     config: LlamaConfig | None = None,
+    weights: dict[str, torch.Tensor] | None = None,
     attention: AttentionBackend | None = None,
     dtype: torch.dtype = torch.float32,
     **overrides: Any,
 ) -> Llama:
     """A random Llama on the CPU; `overrides` go to `tiny_config` when no config is given."""
     config = config or tiny_config(**overrides)
-    weights = tiny_weights(config, seed)
+    weights = weights or tiny_weights(config, seed)
     return Llama(config, weights, attention=attention or TorchAttention(), dtype=dtype, device=CPU)
 
 
@@ -311,7 +311,3 @@ def padded(weights: dict[str, torch.Tensor], rows: int) -> dict[str, torch.Tenso
     """The same weights with a vocabulary padded by zero rows to `rows`, as some checkpoints ship."""
     names = [name for name in ("model.embed_tokens.weight", "lm_head.weight") if name in weights]
     return weights | {n: torch.nn.functional.pad(weights[n], (0, 0, 0, rows - len(weights[n]))) for n in names}
-
-
-def with_rope(config: LlamaConfig, rope: RopeConfig) -> LlamaConfig:
-    return dataclasses.replace(config, rope=rope)

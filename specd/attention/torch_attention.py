@@ -67,9 +67,7 @@ class TorchAttention:
         order = _token_order(layout, groups)
         padded = sum(part.num_rows * part.query_len for part in parts)
         as_it_is = padded == len(order) and bool((order == np.arange(padded)).all())
-        return TorchAttentionPlan(
-            groups=tuple(parts), order=None if as_it_is else _put(order, batch.positions.device)
-        )
+        return TorchAttentionPlan(groups=tuple(parts), order=None if as_it_is else _put(order, batch.positions.device))
 
     def run(self, query: torch.Tensor, kv_layer: torch.Tensor, plan: TorchAttentionPlan, scale: float) -> torch.Tensor:
         """query [T, Hq, D], kv_layer [pages, 2, page_size, Hkv, D] -> [T, Hq, D] in query's dtype."""

@@ -22,7 +22,7 @@ class LMDrafter:
     what it cannot say it never proposes.
     """
 
-    hidden_size = None
+    hidden_size: int | None = None
 
     def __init__(self, model: Model, *, name: str, vocab_size: int, max_depth: int, max_context: int | None) -> None:
         self.traits = DraftTraits(name=name, max_depth=max_depth, max_context=max_context)

@@ -22,7 +22,7 @@ from specd.kv import PagedFeatures
 from specd.pipeline.plan import Refill
 from specd.pipeline.verify import VerifyBatch
 from specd.step import I32, AcceptanceReport, DraftSource, RefillMode, StepPlan, indptr
-from specd.tensors import Acceptance, BatchInfo, DraftState, TargetOutput, batch_info
+from specd.tensors import Acceptance, DraftState, TargetOutput, batch_info
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -1,0 +1,5 @@
+"""`python -m specd`."""
+
+from specd.cli import main
+
+raise SystemExit(main())
