@@ -37,7 +37,8 @@ def byte_tokenizer(*, bos: bool = False, chat_template: str | None = CHAT_TEMPLA
     backend.pre_tokenizer = ByteLevel(add_prefix_space=False, use_regex=True)
     backend.decoder = tokenizers.decoders.ByteLevel()
     backend.add_special_tokens([tokenizers.AddedToken(text, special=True) for text in SPECIAL])
-    ids = {text: backend.token_to_id(text) for text in SPECIAL}
+    ids = {text: backend.get_vocab_size(with_added_tokens=True) - len(SPECIAL) + i for i, text in enumerate(SPECIAL)}
+    assert all(backend.token_to_id(text) == number for text, number in ids.items())
     return Tokenizer(
         backend,
         eos_ids=(ids["<|im_end|>"],),
@@ -196,12 +197,14 @@ def say(request: Request, index: int, script: Script, tokenizer: Tokenizer) -> I
     ids = tokenizer.encode(script.text(request, index), add_special=False)
     detokenizer = Detokenizer(tokenizer, params.skip_special_tokens)
     matcher = StopMatcher(params.stop, params.include_stop_str_in_output)
+    finish: FinishReason | None
+    reason: str | int | None
     for count in range(1, params.max_tokens + 1):
         ended = script.finish and count > len(ids)
         token = tokenizer.eos_ids[0] if ended else ids[(count - 1) % len(ids)]
         if ended or token in params.stop_token_ids:
-            text, matched, finish = matcher.push(detokenizer.flush())[0] + matcher.flush(), None, FinishReason.STOP
-            reason: str | int | None = None if ended else token
+            text = matcher.push(detokenizer.flush())[0] + matcher.flush()
+            finish, reason = FinishReason.STOP, None if ended else token
         else:
             text, matched = matcher.push(detokenizer.push(token))
             finish, reason = (FinishReason.STOP, matched) if matched is not None else (None, None)

@@ -36,7 +36,9 @@ class Reply:
         assert self.headers["Content-Type"].startswith("application/json"), self.headers
         error: dict[str, Any] = self.body["error"]
         assert error.keys() == {"message", "type", "param", "code"}
-        assert isinstance(error["code"], str) and isinstance(error["message"], str) and error["message"]
+        assert isinstance(error["code"], str)
+        assert isinstance(error["message"], str)
+        assert error["message"]
         return error
 
     @property
@@ -94,5 +96,5 @@ async def serve(engine: FakeEngine, *, config: Config | None = None, **server: A
 async def until(condition: Callable[[], bool], *, seconds: float = 5.0) -> None:
     """Waits for something that happens on the server's side of a connection."""
     async with asyncio.timeout(seconds):
-        while not condition():
+        while not condition():  # noqa: ASYNC110  the other side has no event to wait for
             await asyncio.sleep(0.005)

@@ -155,26 +155,31 @@ def test_truncated_shares_weights_and_equals_a_shallower_model(tmp_path: Path) -
             model.truncated(count)
 
 
-def test_features() -> None:
-    model = tiny_llama(num_layers=5)
-    tokens = tokens_of(6)
-    batch = make_batch([(6, 6, [0])])
+def test_features_are_transformers_hidden_states(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    config = tiny_config(num_layers=8)
+    folder = write_hf_folder(tmp_path, config=config)
+    tokens, model = tokens_of(6), load(folder)
+    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     with torch.inference_mode():
+        states = reference(tokens[None], output_hidden_states=True).hidden_states  # entry i enters layer i
+        batch = make_batch([(6, 6, [0])])
         hidden, last = model.forward(tokens, batch, make_kv(model), features="last")
-        _, aux = model.forward(tokens, batch, make_kv(model), features="aux")
-        # The norm of what enters layer 2 is the hidden state of the first two layers alone.
-        first_two, _ = model.truncated(2).forward(tokens, batch, make_kv(model))
+        again, aux = model.forward(tokens, batch, make_kv(model), features="aux")
     assert last is hidden
-    assert aux is not None
-    assert aux.shape == (6, 3 * 64)
-    entering_2 = aux[:, :64]
-    normed = entering_2 * torch.rsqrt(entering_2.square().mean(-1, keepdim=True) + 1e-5) * model.norm
-    torch.testing.assert_close(normed, first_two, atol=1e-5, rtol=1e-5)
-    assert torch.equal(aux[:, :64], aux[:, 64:128])  # layers 2 and L // 2 are the same one here, as is L - 3
-    with pytest.raises(ModelError, match="aux"):
-        tiny_llama(num_layers=2).forward(tokens, batch, make_kv(model), features="aux")
-    with pytest.raises(ModelError, match="first"):
-        model.forward(tokens, batch, make_kv(model), features="first")
+    assert torch.equal(again, hidden)
+    torch.testing.assert_close(hidden, states[8][0], atol=TOLERANCE, rtol=0)
+    expected = torch.cat([states[i][0] for i in (2, 4, 5)], dim=-1)
+    torch.testing.assert_close(aux, expected, atol=TOLERANCE, rtol=0)
+
+
+def test_features_that_do_not_exist() -> None:
+    model = tiny_llama(num_layers=2)
+    tokens, batch = tokens_of(6), make_batch([(6, 6, [0])])
+    for features in ("aux", "first"):  # aux: two layers have no third
+        with pytest.raises(ModelError, match=features):
+            model.forward(tokens, batch, make_kv(model), features=features)
 
 
 def test_padded_vocabulary_widens_the_logits(tmp_path: Path) -> None:

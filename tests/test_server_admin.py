@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import socket
 import stat
@@ -40,7 +41,8 @@ async def ask(session: aiohttp.ClientSession, method: str, path: str, **kwargs: 
 
 
 async def test_verbs(tmp_path: Path) -> None:
-    engine, asked = FakeEngine(), []
+    engine = FakeEngine()
+    asked: list[Shutdown] = []
     engine.submit(Request("r1", (1, 2, 3), SamplingParams(max_tokens=4, seed=1)))
     async with serving(tmp_path / "admin.sock", engine, asked) as session:
         status, reply = await ask(session, "GET", "/v1/status")
@@ -71,10 +73,12 @@ async def test_verbs(tmp_path: Path) -> None:
         ("POST", "/v1/shutdown", b"{", 400, "invalid_json"),
         ("POST", "/v1/shutdown", b'{"drain": 1}', 400, "invalid_type"),
         ("POST", "/v1/shutdown", b'{"timeout": -1}', 400, "out_of_range"),
-        ("POST", "/v1/shutdown", b" " * (2 << 20), 413, "http_error"),
+        ("POST", "/v1/shutdown", io.BytesIO(b" " * (2 << 20)), 413, "http_error"),
     ],
 )
-async def test_refusals(tmp_path: Path, method: str, path: str, body: bytes | None, status: int, code: str) -> None:
+async def test_refusals(
+    tmp_path: Path, method: str, path: str, body: bytes | io.BytesIO | None, status: int, code: str
+) -> None:
     asked: list[Shutdown] = []
     async with serving(tmp_path / "admin.sock", FakeEngine(), asked) as session:
         found, reply = await ask(session, method, path, data=body)
@@ -140,8 +144,8 @@ def test_folders_of_others_are_refused(tmp_path: Path) -> None:
     shared.chmod(0o1777)
     with pytest.raises(ConfigError, match="everybody can write"):
         bind_admin_socket(shared / "admin.sock")
+    (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot use the folder"):
-        (tmp_path / "file").write_text("")
         bind_admin_socket(tmp_path / "file" / "admin.sock")
     with pytest.raises(ConfigError, match="cannot listen"):
         bind_admin_socket(tmp_path / ("x" * 150))

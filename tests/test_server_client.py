@@ -24,10 +24,13 @@ async def test_chat_and_completions() -> None:
         chat = await sdk.chat.completions.create(model="tiny", messages=MESSAGES, logprobs=True, top_logprobs=2, seed=1)
         choice = chat.choices[0]
         assert choice.message.content == "hello world"
-        assert choice.logprobs is not None and choice.logprobs.content is not None and chat.usage is not None
+        assert choice.logprobs is not None
+        assert choice.logprobs.content is not None
+        assert chat.usage is not None
         assert len(choice.logprobs.content) == chat.usage.completion_tokens == 11
         assert [len(item.top_logprobs) for item in choice.logprobs.content] == [2] * 11
-        assert chat._request_id is not None and chat._request_id in chat.id
+        assert chat._request_id is not None
+        assert chat._request_id in chat.id
         completion = await sdk.completions.create(model="tiny", prompt=["a", "b"], n=2, max_tokens=4)
         assert [c.index for c in completion.choices] == [0, 1, 2, 3]
         models = [model.id async for model in sdk.models.list()]
@@ -48,7 +51,8 @@ async def test_streams() -> None:
                 finishes[choice.index] = choice.finish_reason
         assert texts == {0: "hello world", 1: "hello world"}
         assert finishes == {0: "stop", 1: "stop"}
-        assert usage is not None and usage.completion_tokens == 22
+        assert usage is not None
+        assert usage.completion_tokens == 22
         lines = await sdk.completions.create(model="tiny", prompt="x", stream=True)
         assert "".join([chunk.choices[0].text async for chunk in lines]) == "hello world"
 
@@ -72,8 +76,8 @@ async def test_errors_become_exceptions() -> None:
         )  # fmt: skip
         with pytest.raises(openai.NotFoundError):
             await sdk.chat.completions.create(model="gpt-4", messages=MESSAGES)
+        tool: Any = {"type": "function", "function": {"name": "f", "parameters": {}}}
         with pytest.raises(openai.BadRequestError, match="tools"):
-            tool: Any = {"type": "function", "function": {"name": "f", "parameters": {}}}
             await sdk.chat.completions.create(model="tiny", messages=MESSAGES, tools=[tool])
     async with serve(FakeEngine(Script(refuse=QueueFullError("full")))) as client, connect(client) as sdk:
         with pytest.raises(openai.RateLimitError):

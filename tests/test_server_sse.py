@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specd.config import Config
-from specd.request import SequenceDelta
+from specd.request import FinishReason, SequenceDelta
 from specd.server.fields import Endpoint, read_fields
 from specd.server.openai import GenerationCall, build_call
 from specd.server.responses import ChoiceText, ResponseWriter
@@ -23,7 +23,7 @@ TEXTS = ("hello, hello world", "naïve 漢字 🎉 end", "aab\naabc stop here", 
 
 
 def make_call(endpoint: Endpoint, fields: dict[str, Any], *, num_prompts: int = 1) -> GenerationCall:
-    required = {"prompt": "x"} if endpoint is Endpoint.COMPLETIONS else {"messages": []}
+    required: dict[str, Any] = {"prompt": "x"} if endpoint is Endpoint.COMPLETIONS else {"messages": []}
     values, _ = read_fields({"model": "tiny", "max_tokens": 64, **required, **fields}, endpoint)
     prompts = [tuple(range(5 + i)) for i in range(num_prompts)]
     return build_call(
@@ -220,8 +220,8 @@ def test_a_finish_chunk_in_the_middle_would_be_seen() -> None:
     events = stream_events(call, deltas_of(call, Script(), [3])[0])
     with pytest.raises(AssertionError, match="nothing follows"):
         fold(call, [*events, events[1]])
+    events[1]["choices"][0]["delta"]["content"] = ""
     with pytest.raises(AssertionError, match="have none"):
-        events[1]["choices"][0]["delta"]["content"] = ""
         fold(call, events)
 
 
@@ -292,8 +292,6 @@ def test_detail_levels() -> None:
 
 
 def test_failures_are_never_encoded_as_a_finish() -> None:
-    from specd.request import FinishReason
-
     call = make_call(Endpoint.CHAT, {"stream": True})
     encoder = StreamEncoder(ResponseWriter(call, INFO, TOKENIZER))
     with pytest.raises(AssertionError):

@@ -5,6 +5,7 @@ Weights are scaled so that logits are neither flat nor saturated: greedy decodin
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -294,8 +295,12 @@ def write_gguf(
 
 def gguf_name(name: str) -> str:
     """GGUF's name of a Hugging Face tensor, by the gguf package's own table."""
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 64)
-    return str(names.get_name(name, try_suffixes=(".weight", ".bias")))
+    return str(_name_map().get_name(name, try_suffixes=(".weight", ".bias")))
+
+
+@functools.cache
+def _name_map() -> gguf.TensorNameMap:
+    return gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 8)
 
 
 def _interleaved(name: str, values: np.ndarray[Any, Any], config: LlamaConfig) -> np.ndarray[Any, Any]:

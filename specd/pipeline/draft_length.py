@@ -67,44 +67,60 @@ class FixedLength:
         return
 
 
-class StepCost:
-    """Seconds of a decode step by the tokens it verifies: moving averages, linear in between.
+@dataclasses.dataclass(slots=True)
+class _Measured:
+    seconds: float
+    count: float  # observations, fading with every step that is not of this size
 
-    Unseen sizes beyond the largest seen one are extrapolated with the slope of `optimism` per token of the nearest
-    measurement, so that they are tried once; then the measurement counts. With few measurements the average is plain.
+
+class StepCost:
+    """Seconds of a decode step by the tokens it verifies: fading averages, linear in between.
+
+    A size that was measured seldom, or long ago, is believed only in part: the rest is a hopeful guess, the best known
+    size with a slope of `optimism` per token. So a size that once was slow by accident is tried again.
     """
 
-    def __init__(self, *, optimism: float = 0.02, weight: float = 0.15) -> None:
+    def __init__(self, *, optimism: float = 0.02, memory: float = 20.0, fading: float = 0.995) -> None:
         self._optimism = optimism
-        self._weight = weight
+        self._memory = memory  # observations an average reaches back
+        self._fading = fading
         self._sizes: list[int] = []
-        self._seconds: dict[int, float] = {}
-        self._counts: collections.Counter[int] = collections.Counter()
+        self._measured: dict[int, _Measured] = {}
 
     def observe(self, size: int, seconds: float) -> None:
-        self._counts[size] += 1
-        if size not in self._seconds:
+        for measured in self._measured.values():
+            measured.count *= self._fading
+        known = self._measured.get(size)
+        if known is None:
             bisect.insort(self._sizes, size)
-            self._seconds[size] = seconds
+            self._measured[size] = _Measured(seconds, 1.0)
             return
+        known.count = min(known.count + 1.0, self._memory)
         # One slow step (another process, a page fault) must not count like a trend.
-        clipped = min(seconds, 4 * self._seconds[size])
-        weight = max(self._weight, 1 / self._counts[size])
-        self._seconds[size] += weight * (clipped - self._seconds[size])
+        known.seconds += (min(seconds, 4 * known.seconds) - known.seconds) / max(known.count, 1.0)
 
     def __call__(self, size: int) -> float | None:
         """None while nothing has been measured."""
         if not self._sizes:
             return None
+        best = max(self._sizes, key=lambda known: self._measured[known].count)
         at = bisect.bisect_left(self._sizes, size)
         if at < len(self._sizes) and self._sizes[at] == size:
-            return self._seconds[size]
+            return self._believed(size, best)
         if at == 0 or at == len(self._sizes):
             nearest = self._sizes[min(at, len(self._sizes) - 1)]
-            return self._seconds[nearest] * max(0.1, 1 + self._optimism * (size - nearest))
+            return self._believed(nearest, best) * max(0.1, 1 + self._optimism * (size - nearest))
         low, high = self._sizes[at - 1], self._sizes[at]
         share = (size - low) / (high - low)
-        return self._seconds[low] * (1 - share) + self._seconds[high] * share
+        return self._believed(low, best) * (1 - share) + self._believed(high, best) * share
+
+    def _believed(self, size: int, best: int) -> float:
+        measured = self._measured[size]
+        if size == best:
+            return measured.seconds
+        hoped = self._measured[best].seconds * max(0.1, 1 + self._optimism * (size - best))
+        belief = measured.count / (measured.count + 1.0)
+        return belief * measured.seconds + (1 - belief) * hoped
 
 
 @dataclasses.dataclass(slots=True)

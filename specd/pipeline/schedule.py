@@ -81,25 +81,32 @@ class Scheduler:
         """Commits one step's report, row by row; an error instead of a report ends that row's sequence alone."""
         deltas = []
         for row, report in zip(scheduled.rows, reports, strict=True):
-            sequence = row.sequence
-            if isinstance(report, SpecdError):
-                delta = failure(sequence, report)
-            elif not row.emits:
-                sequence.num_computed += row.num_known
-                delta = None
-            else:
-                delta = commit(sequence, report, source=row.source, step=scheduled.plan.step)
-                sequence.num_computed = len(sequence.tokens) - 1
-                self.counters.committed(delta, row.source, report.num_drafts)
-                self._observe(row, report)
-            self._advance_drafter(row)
-            self._publish(sequence)
-            if delta is not None:
-                deltas.append(delta)
-                self.counters.ended(delta)
-                if delta.finish_reason is not None:
-                    self._finish(sequence)
+            delta = self._apply_row(row, report, scheduled.plan.step)
+            if delta is None:
+                continue
+            deltas.append(delta)
+            self.counters.ended(delta)
+            if delta.finish_reason is not None:
+                self._finish(row.sequence)
         return deltas
+
+    def _apply_row(self, row: Row, report: RowReport | SpecdError, step: int) -> SequenceDelta | None:
+        sequence = row.sequence
+        if isinstance(report, SpecdError):
+            return failure(sequence, report)
+        delta = None
+        if row.emits:
+            delta = commit(sequence, report, source=row.source, step=step)
+            self.counters.committed(delta, row.source, report.num_drafts)
+            if report.failed:
+                return delta  # what it computed is in doubt: nothing of it is published
+            sequence.num_computed = len(sequence.tokens) - 1
+            self._observe(row, report)
+        else:
+            sequence.num_computed += row.num_known
+        self._advance_drafter(row)
+        self._publish(sequence)
+        return delta
 
     def refill_failed(self, scheduled: ScheduledStep) -> None:
         """The drafter's KV is in doubt: every mark goes back to 0, nothing else happens."""

@@ -40,7 +40,7 @@ def emitted_logprobs(
 def _top_ids(scores: torch.Tensor, num_top: int) -> torch.Tensor:
     """The largest scores f32[..., V] first, the lowest id first among equals (which topk itself leaves open)."""
     vocab_size = scores.shape[-1]
-    bits = (scores + 0.0).view(torch.int32).long()  # + 0.0: -0.0 is an equal of 0.0
-    ordered = torch.where(bits < 0, -(bits & 0x7FFFFFFF), bits)
-    ids = torch.arange(vocab_size, device=scores.device)
-    return (ordered * (1 << 32) + (vocab_size - 1 - ids)).topk(min(num_top, vocab_size), dim=-1).indices
+    bits = (scores + 0.0).view(torch.int32)  # + 0.0: -0.0 is an equal of 0.0
+    ordered = bits ^ (bits >> 31).bitwise_and_(0x7FFFFFFF)  # an integer that orders like the float
+    keys = ordered.long().bitwise_left_shift_(32).sub_(torch.arange(vocab_size, device=scores.device))
+    return keys.topk(min(num_top, vocab_size), dim=-1).indices

@@ -21,7 +21,7 @@ _GOLDEN = 0x9E3779B97F4A7C15
 _FIRST = 0xBF58476D1CE4E5B9
 _SECOND = 0x94D049BB133111EB
 
-_ROWS_IN_CACHE = 1 << 17  # elements hashed at once on a CPU: eight bytes each, a second-level cache full
+_ELEMENTS_IN_CACHE = 1 << 17  # hashed at once on a CPU, eight bytes each
 
 
 class Purpose(enum.IntEnum):
@@ -80,7 +80,7 @@ def exponential(keys: torch.Tensor, vocab_size: int) -> torch.Tensor:
     """
     tokens = torch.arange(1, vocab_size + 1, device=keys.device) * _signed(_GOLDEN)
     out = torch.empty((len(keys), vocab_size), dtype=torch.float32, device=keys.device)
-    block = max(_ROWS_IN_CACHE // vocab_size, 1) if keys.device.type == "cpu" else max(len(keys), 1)
+    block = max(_ELEMENTS_IN_CACHE // vocab_size, 1) if keys.device.type == "cpu" else max(len(keys), 1)
     for start in range(0, len(keys), block):
         part = out[start : start + block]
         part.copy_(

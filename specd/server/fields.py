@@ -259,8 +259,6 @@ _CHAT_UNBUILT: dict[str, tuple[Any, ...]] = {
     "continue_final_message": (), "chat_template": (), "chat_template_kwargs": (), "documents": (),
     "mm_processor_kwargs": (), "media_io_kwargs": (),
 }  # fmt: skip
-# Flags whose false form changes the answer.
-_FALSE_MEANS_MORE = frozenset({"spaces_between_special_tokens", "add_generation_prompt", "include_reasoning"})
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -280,14 +278,16 @@ ENDPOINT_FIELDS: Mapping[Endpoint, FieldTable] = {
 }
 
 
-def asks_nothing(name: str, value: Any, harmless: tuple[Any, ...]) -> bool:
+def asks_nothing(value: Any, harmless: tuple[Any, ...]) -> bool:
     """Whether an unbuilt field's value is one of its empty forms. Types count: 0 is not false."""
     if value is None or any(type(value) is type(item) and value == item for item in harmless):
         return True
     if type(value) in (int, float) and any(type(item) in (int, float) and value == item for item in harmless):
         return True
     if value is False:
-        return name not in _FALSE_MEANS_MORE
+        return not any(
+            item is True for item in harmless
+        )  # a flag that is on by default asks for something when it is off
     return isinstance(value, str | list | dict) and not value
 
 
@@ -301,7 +301,7 @@ def read_fields(body: Mapping[str, Any], endpoint: Endpoint) -> tuple[dict[str, 
     for name, value in body.items():
         if name in table.unbuilt:
             harmless = (body.get("n") or 1,) if name == "best_of" else table.unbuilt[name]
-            if not asks_nothing(name, value, harmless):
+            if not asks_nothing(value, harmless):
                 raise unsupported(name, value)
         elif name not in table.honoured and name not in table.inert:
             unknown.append(name)

@@ -85,7 +85,7 @@ def check_messages(value: Any) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
 
 def _message(item: dict[str, Any], param: str) -> dict[str, Any]:
     for name in _MESSAGE_UNBUILT:
-        if not asks_nothing(name, item.get(name), ()):
+        if not asks_nothing(item.get(name), ()):
             raise unsupported(f"{param}.{name}", item[name])
     role = item.get("role")
     if role is None:
