@@ -7,6 +7,7 @@ import hashlib
 import importlib.metadata
 import os
 import time
+from pathlib import Path
 
 import torch
 
@@ -83,7 +84,22 @@ def assemble(config: Config, *, device: Device | None = None) -> Parts:
 
 def _assemble(config: Config, choice: DraftChoice, device: Device) -> Parts:
     target, tokenizer = _load(config.model.path, config, device)
+    if config.model.chat_template:
+        tokenizer.chat_template = _read_template(Path(config.model.chat_template))
     drafter = _drafter(choice, config, target, tokenizer, device)
+    return build(config, choice, target=target, tokenizer=tokenizer, drafter=drafter, device=device)
+
+
+def build(
+    config: Config,
+    choice: DraftChoice,
+    *,
+    target: LoadedModel,
+    tokenizer: Tokenizer,
+    drafter: Drafter | None,
+    device: Device,
+) -> Parts:
+    """Everything around models that are loaded already. Raises ConfigError."""
     max_len = _max_len(config, target)
     max_draft = _max_draft(config, choice)
     pool = _pool(config, target, drafter, max_len, max_draft)
@@ -136,6 +152,13 @@ def _load(name: str, config: Config, device: Device) -> tuple[LoadedModel, Token
     path = resolve(name, revision=config.model.revision or None, offline=config.model.offline)
     loaded = load_target(path, dtype=config.model.dtype, device=device.torch_device, attention=TorchAttention())
     return loaded, Tokenizer.load(path, read_metadata=read_metadata)
+
+
+def _read_template(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"model.chat_template: {path} cannot be read: {error}") from error
 
 
 def _drafter(

@@ -107,11 +107,18 @@ class Engine:
 
         Raises ConfigError, FetchError, ModelError, DraftError, or EngineError when the first tokens fail.
         """
-        engine = cls(await asyncio.to_thread(assemble, config, device=device))
+        return await cls.start(await asyncio.to_thread(assemble, config, device=device))
+
+    @classmethod
+    async def start(cls, parts: Parts, *, warm: bool = True) -> Engine:
+        """An engine over parts that are there already; `warm` sends the first request. Raises EngineError."""
+        engine = cls(parts)
         try:
             engine._state = EngineState.READY
-            await warm_up(engine.submit, engine.info, engine.tokenizer, self_check=config.speculation.self_check)
-            engine.reset_counters()
+            if warm:
+                check = parts.config.speculation.self_check
+                await warm_up(engine.submit, engine.info, engine.tokenizer, self_check=check)
+                engine.reset_counters()
         except BaseException:
             await engine.close()
             raise

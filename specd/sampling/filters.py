@@ -12,8 +12,9 @@ import dataclasses
 
 import torch
 
+from specd.sampling.blocks import in_blocks
+
 _DIGITS = ((20, 11), (10, 10), (0, 10))  # (shift, bits) of the 31 bits of a non-negative fp32, most significant first
-_ELEMENTS_IN_CACHE = 1 << 17
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -38,7 +39,7 @@ def filtered_probabilities(logits: torch.Tensor, filters: Filters) -> torch.Tens
     if not (filters.any_top_p or filters.any_min_p):
         return probs
     if filters.any_top_p:
-        probs = probs * (probs >= _mass_thresholds(probs, filters.top_p))
+        probs = probs * (probs >= in_blocks(mass_threshold, probs, filters.top_p, width=probs.shape[1]))
     if filters.any_min_p:
         probs = probs * (probs >= filters.min_p * probs.amax(dim=-1, keepdim=True))
     return probs / probs.sum(dim=-1, keepdim=True)
@@ -51,14 +52,6 @@ def _keep_top_k(logits: torch.Tensor, top_k: torch.Tensor, max_top_k: int) -> to
     last = best.gather(-1, (top_k - 1).clamp(max=width - 1))
     last = last.masked_fill(top_k >= vocab_size, float("-inf"))
     return logits.masked_fill(logits < last, float("-inf"))
-
-
-def _mass_thresholds(probs: torch.Tensor, mass: torch.Tensor) -> torch.Tensor:
-    """`mass_threshold`, on a CPU a few rows at a time: its passes then run in the cache."""
-    if probs.device.type != "cpu":
-        return mass_threshold(probs, mass)
-    block = max(_ELEMENTS_IN_CACHE // probs.shape[1], 1)
-    return torch.cat([mass_threshold(*part) for part in zip(probs.split(block), mass.split(block), strict=True)])
 
 
 def mass_threshold(probs: torch.Tensor, mass: torch.Tensor) -> torch.Tensor:

@@ -5,9 +5,12 @@ Legend: B rows of the plan, L rows that ask, W = K + 1 tokens a row, R logits ro
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from specd.sampling.batch import Logprobs
+from specd.sampling.blocks import in_blocks
 
 
 def emitted_logprobs(
@@ -28,7 +31,8 @@ def emitted_logprobs(
     logprobs = scores.new_zeros(tokens.shape).index_copy_(0, wanted.sequences, own * some)
     if wanted.num_top == 0:
         return logprobs, None, None
-    ids = _top_ids(scores, wanted.num_top)
+    flat_ids = in_blocks(partial(_top_ids, num_top=wanted.num_top), scores.flatten(0, 1), width=scores.shape[-1])
+    ids = flat_ids.view(*chosen.shape, -1)
     values = scores.gather(-1, ids)
     shape = (len(tokens), width, ids.shape[-1])
     top_ids = torch.full(shape, -1, dtype=torch.int64, device=tokens.device)

@@ -16,12 +16,12 @@ import enum
 
 import torch
 
+from specd.sampling.blocks import in_blocks
+
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 _FIRST = 0xBF58476D1CE4E5B9
 _SECOND = 0x94D049BB133111EB
-
-_ELEMENTS_IN_CACHE = 1 << 17  # hashed at once on a CPU, eight bytes each
 
 
 class Purpose(enum.IntEnum):
@@ -79,16 +79,14 @@ def exponential(keys: torch.Tensor, vocab_size: int) -> torch.Tensor:
     Small e are fine-grained (2^-53 before rounding to fp32): they are the ones that win.
     """
     tokens = torch.arange(1, vocab_size + 1, device=keys.device) * _signed(_GOLDEN)
-    out = torch.empty((len(keys), vocab_size), dtype=torch.float32, device=keys.device)
-    block = max(_ELEMENTS_IN_CACHE // vocab_size, 1) if keys.device.type == "cpu" else max(len(keys), 1)
-    for start in range(0, len(keys), block):
-        part = out[start : start + block]
-        part.copy_(
-            _mix(keys[start : start + block, None] + tokens).bitwise_right_shift_(11).bitwise_and_((1 << 53) - 1)
-        )
-        # u in (0, 1): fp32 rounds the top of the range up to 1, where the race would lose by an infinite e.
-        part.add_(0.5).mul_(2.0**-53).clamp_(max=1.0 - 2.0**-24).neg_().log1p_().neg_()
-    return out
+    return in_blocks(lambda part: _exponential(part, tokens), keys, width=vocab_size)
+
+
+def _exponential(keys: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    bits = _mix(keys[:, None] + tokens).bitwise_right_shift_(11).bitwise_and_((1 << 53) - 1)
+    # u in (0, 1): fp32 rounds the top of the range up to 1, where the race would lose by an infinite e.
+    u = bits.float().add_(0.5).mul_(2.0**-53).clamp_(max=1.0 - 2.0**-24)
+    return u.neg_().log1p_().neg_()
 
 
 def uniform(keys: torch.Tensor) -> torch.Tensor:

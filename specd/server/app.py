@@ -164,6 +164,8 @@ class _Guard:
             request[RECORD_KEY].error_code = code
 
     def _close(self, request: web.Request, endpoint: Endpoint | None, status: int | None) -> None:
+        if status is None and RECORD_KEY in request and request[RECORD_KEY].delivered:
+            status = 200
         label = _route(request)
         self._metrics.responses.labels(label, "499" if status is None else str(status)).inc()
         if endpoint is None:

@@ -161,9 +161,10 @@ class Generation:
                 _raise_failure(batch, record)
             _check_finished(encoder.choices)
             await _send(response, encoder.end(), record)
+            record.delivered = True
             await response.write_eof()
         except ConnectionError:
-            record.aborted_by = "client"
+            record.aborted_by = None if record.delivered else "client"
         except SlowClientError:
             record.aborted_by = "slow"
             self._metrics.slow_client_aborts.inc()

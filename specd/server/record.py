@@ -26,6 +26,7 @@ class RequestRecord:
         self.bytes_sent = 0
         self.aborted_by: str | None = None  # client, slow, server
         self.error_code: str | None = None
+        self.delivered = False  # all of a stream was written: a client that closes now has not left early
         self._metrics = metrics
         self._drafter = drafter
         self._first_s: float | None = None
