@@ -1,4 +1,4 @@
-"""From a Config to the parts of an engine: target, tokenizer, drafter, page pool, stages. Blocking; runs in a thread."""
+"""From a Config to the parts of an engine: target, tokenizer, drafter, pages, stages. Blocking; runs in a thread."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from specd.step import AcceptanceReport, DraftSource
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RowReport:
-    """One row of an AcceptanceReport: `tokens` are the num_accepted + 1 emitted ones (empty when the row emits none)."""
+    """One row of an AcceptanceReport. `tokens` are the num_accepted + 1 emitted ones, empty when it emits none."""
 
     tokens: tuple[int, ...]
     num_accepted: int
@@ -125,7 +125,7 @@ def _advance(sequence: Sequence, token: int) -> tuple[FinishReason | None, str |
 
 
 def _stop_token_text(sequence: Sequence, token: int) -> str:
-    """Text that a stop token leaves behind: incomplete characters before it, and its own text where that is asked for."""
+    """Text that a stop token leaves behind: incomplete characters before it, and its own text where it is asked for."""
     text = sequence.detokenizer.flush()
     if sequence.sampling.include_stop_str_in_output and token in sequence.sampling.stop_token_ids:
         text += sequence.detokenizer.push(token) + sequence.detokenizer.flush()

@@ -251,7 +251,7 @@ class Scheduler:
         budget = self.limits.max_tokens
         for row in rows:
             sequence = row.sequence
-            drafting = row.num_drafts > 0
+            drafting = row.num_drafts > 0 or not row.emits  # a prompt is followed whatever drafts were worth
             longest = len(sequence.tokens) + row.num_drafts + self._extra_slots
             if self.traits.max_context is not None and longest > self.traits.max_context:
                 continue
