@@ -116,7 +116,7 @@ class StepPlan:
     page_indptr: I32  # [B + 1]
     page_indices: I32  # [P] pages of each row, the drafter's extra slot included
     tokens: I32  # [sum known] the known tokens, row after row
-    next_prompt_tokens: I32  # [B] token after a non-final chunk, -1 when the row emits
+    next_prompt_tokens: I32  # [B] token after the known ones that the drafter gets, -1 when it is emitted by this step
     emits: I32  # [B] 1 when the row's last known token is the newest one: it samples
     drafter_lens: I32  # [B] leading slots that hold valid drafter KV before the step
     refills: I32  # [B] 1 when the drafter catches up this row after verify

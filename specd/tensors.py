@@ -36,7 +36,7 @@ class BatchInfo:
     kv_indptr_cpu: I32  # [B + 1]
     kv_indices_cpu: I32  # [P]
     page_size: int
-    tree: TokenTree | None = None  # set when the query rows of every row are a tree below the last kv_len - N slots
+    tree: TokenTree | None = None  # see `with_tree`: the N query rows of every row are the nodes of its tree
 
     @property
     def num_rows(self) -> int:
@@ -60,7 +60,7 @@ def batch_info(
 ) -> BatchInfo:
     """Builds a BatchInfo from host lengths. kv_lens count the query rows. A row's pages beyond its kv_len are left out.
 
-    page_indptr i32[B + 1] and page_indices i32[P] may hold more pages than kv_lens need.
+    page_indptr i32[B + 1] and page_indices i32[P] may hold more pages than kv_lens need. With a tree: `with_tree`.
     """
     offsets = indptr(query_lens)
     total = int(offsets[-1])
@@ -78,7 +78,7 @@ def batch_info(
     def put(array: np.ndarray[tuple[int, ...], np.dtype[np.int64]] | I32) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(device, non_blocking=True)
 
-    return BatchInfo(
+    info = BatchInfo(
         positions=put(positions),
         qo_indptr=put(offsets),
         kv_indptr=put(kv_indptr),
@@ -91,8 +91,21 @@ def batch_info(
         kv_indptr_cpu=kv_indptr,
         kv_indices_cpu=kv_indices,
         page_size=page_size,
-        tree=tree,
     )
+    return info if tree is None else with_tree(info, tree)
+
+
+def with_tree(info: BatchInfo, tree: TokenTree) -> BatchInfo:
+    """The batch of a step that verifies a tree per row, from the chain batch of the same lengths (N query rows each).
+
+    A tree may be known only once it is drafted, while the chain batch can be uploaded before: nothing here looks at the
+    tree from the host. Node i keeps slot i of the block, so siblings do not overwrite each other, but stands at
+    position prefix + depth; after acceptance `PagedKV.compact` moves the kept path to the slots of its positions.
+    """
+    num_nodes = tree.tokens.shape[1]
+    assert (info.query_lens_cpu == num_nodes).all(), (info.query_lens_cpu, num_nodes)
+    roots = info.positions.view(-1, num_nodes)[:, :1]
+    return dataclasses.replace(info, positions=(roots + tree.depths).flatten(), tree=tree)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)

@@ -62,7 +62,7 @@ def target_model(seed: int = 0) -> Llama:
 
 
 @functools.cache
-def noisy_model(scale: float = 0.03) -> Llama:
+def noisy_model(scale: float = 0.01) -> Llama:
     """The target with seeded noise on every weight: a draft that is often right and often wrong."""
     generator = torch.Generator().manual_seed(5)
     weights = {k: v + scale * torch.randn(v.shape, generator=generator) for k, v in tiny_weights(CONFIG).items()}

@@ -19,7 +19,6 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from specd import assembly
 from specd.attention.torch_attention import TorchAttention
 from specd.config import Config, KVConfig, ModelConfig, SchedulerConfig, SpeculationConfig
 from specd.engine import Engine
@@ -71,33 +70,33 @@ def reference() -> dict[str, Case]:
 
 # ---------------------------------------------------------------- engines
 
+_loaded: dict[Path, LoadedModel] = {}
 
-Loader = Callable[..., LoadedModel]
+
+def load(path: Path) -> LoadedModel:
+    """The checkpoint in fp32; inside `shared_weights` it is read once."""
+    return _loaded.get(path) or _load_once(path, dtype="float32", device=CPU, attention=TorchAttention())
+
+
+def _load_once(path: Path, *, dtype: str, **options: Any) -> LoadedModel:
+    """`load_target` for engines that may share weights: a model keeps no state."""
+    assert dtype == "float32", "what is shared here is fp32"
+    if path not in _loaded:
+        _loaded[path] = load_target(path, dtype=dtype, **options)
+    return _loaded[path]
 
 
 @contextlib.contextmanager
 def shared_weights() -> Iterator[None]:
-    """Engines made inside load each checkpoint once; models keep no state, so they may share one."""
-    loaded: dict[tuple[Path, str], LoadedModel] = {}
-
-    def load_once(path: Path, *, dtype: str, **options: Any) -> LoadedModel:
-        if (path, dtype) not in loaded:
-            loaded[path, dtype] = load_target(path, dtype=dtype, **options)
-        return loaded[path, dtype]
-
+    """Engines made inside load each checkpoint once; it is freed at the end, and torch's threads are set back."""
     threads = torch.get_num_threads()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(assembly, "load_target", load_once)
+        patch.setattr("specd.assembly.load_target", _load_once)
         try:
             yield
         finally:
-            torch.set_num_threads(threads)  # engines set it
-
-
-def load(path: Path) -> LoadedModel:
-    """The checkpoint in fp32, through the same cache as the engines where there is one."""
-    loader: Loader = assembly.load_target
-    return loader(path, dtype="float32", device=CPU, attention=TorchAttention())
+            _loaded.clear()
+            torch.set_num_threads(threads)
 
 
 @contextlib.asynccontextmanager

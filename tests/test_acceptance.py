@@ -320,28 +320,39 @@ def test_a_missing_draft_never_matches(rule: str, temperature: float) -> None:
 
 
 def test_a_proposers_token_is_a_point_mass_beside_drawn_drafts() -> None:
-    """ratio: one record of probs for the batch, but row 0's drafts came from the host; they must not be read for it."""
+    """ratio: one record of probs for the batch, but the drafts of half of the rows came from the host."""
     size = 20_000
     host = np.full((size, 1), -1, np.int32)
     host[: size // 2] = 0
     plan = plan_of([row(params(), choice=i) for i in range(size)], [1] * size, host_drafts=host)
-    batch = sampling_batch(plan, 2, CPU)
-    q = torch.tensor([0.8, 0.2]).expand(size, 2)
-    drawn, probs = draw_draft(q.log(), draft_batch(plan, 2, CPU), 0, rule="ratio")
+    p, q = torch.tensor([0.4, 0.3, 0.3]), torch.tensor([0.6, 0.1, 0.3])
+    drawn, probs = draw_draft(q.log().expand(size, 3), draft_batch(plan, 3, CPU), 0, rule="ratio")
     assert probs is not None
     tokens = torch.where(torch.arange(size) < size // 2, 0, drawn)
-    logits = torch.zeros(2 * size, 2)
     out = accept(
-        TargetOutput(logits=logits),
+        TargetOutput(logits=p.log().expand(2 * size, 3)),
         DraftTokens(tokens=tokens[:, None], probs=probs[:, None]),
         plan,
         info_of(plan),
-        batch,
+        sampling_batch(plan, 3, CPU),
         rule="ratio",
     )
-    zeros = (out.tokens[:, 0] == 0).float()
-    assert float(zeros[: size // 2].mean()) == pytest.approx(0.5, abs=0.02)
-    assert float(zeros[size // 2 :].mean()) == pytest.approx(0.5, abs=0.02)
+    for half in (out.tokens[: size // 2, 0], out.tokens[size // 2 :, 0]):
+        assert goodness(torch.bincount(half, minlength=3).numpy(), p.double().numpy()) > ALPHA
+
+
+@pytest.mark.parametrize("rule", list(ACCEPTANCE_RULES))
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_nothing_past_a_rows_own_drafts_is_kept(rule: str, temperature: float) -> None:
+    """A narrow row in a wide batch, with junk in the columns that are not its own."""
+    states = [row(params(temperature=temperature), choice=i) for i in range(2)]
+    plan = plan_of(states, [1, 3])
+    logits = torch.full((6, 4), -50.0)
+    logits[:, 2] = 50.0
+    drafts = DraftTokens(tokens=torch.full((2, 3), 2))
+    out = accept(TargetOutput(logits=logits), drafts, plan, info_of(plan), sampling_batch(plan, 4, CPU), rule=rule)
+    assert out.tokens.equal(torch.tensor([[2, 2, -1, -1], [2, 2, 2, 2]]))
+    assert out.num_accepted.equal(torch.tensor([1, 3]))
 
 
 def test_a_drafter_with_a_smaller_vocabulary() -> None:

@@ -107,7 +107,8 @@ async def test_chat_streamed_or_not(draft: str, folder: Path) -> None:
         for choice in whole.choices:
             assert streamed.texts[choice.index] == choice.message.content
             assert streamed.finishes[choice.index] == choice.finish_reason
-            assert choice.logprobs is not None and choice.logprobs.content is not None
+            assert choice.logprobs is not None
+            assert choice.logprobs.content is not None
             expected = [item.logprob for item in choice.logprobs.content]
             assert streamed.logprobs[choice.index] == pytest.approx(expected, abs=1e-4)
         assert whole.choices[0].message.content != whole.choices[1].message.content
@@ -131,7 +132,8 @@ async def test_completions_streamed_or_not(draft: str, folder: Path) -> None:
         for choice in whole.choices:
             assert choice.logprobs is not None
             chosen, top = choice.logprobs.token_logprobs, choice.logprobs.top_logprobs
-            assert chosen is not None and top is not None
+            assert chosen is not None
+            assert top is not None
             tokens += len(chosen)
             for logprob, alternatives in zip(chosen, top, strict=True):
                 assert logprob == max(alternatives.values()), "greedy takes the most likely token"
@@ -172,21 +174,22 @@ async def test_stop_strings(folder: Path) -> None:
         assert match is not None, text
         stop = match.group()
         expected = text[: text.index(stop)]
-        for extra in ({}, {"stream": True}):
-            answer: Any = await sdk.completions.create(**fields, stop=[stop], extra_body={"ignore_eos": True}, **extra)
-            chunks = [chunk async for chunk in answer] if extra else [answer]
+        fields |= {"stop": [stop], "extra_body": {"ignore_eos": True}}
+        for stream in (False, True):
+            answer: Any = await sdk.completions.create(**fields, stream=stream)
+            chunks = [chunk async for chunk in answer] if stream else [answer]
             assert "".join(chunk.choices[0].text for chunk in chunks) == expected
-            last = [chunk.choices[0] for chunk in chunks if chunk.choices[0].finish_reason][0]
+            last = next(chunk.choices[0] for chunk in chunks if chunk.choices[0].finish_reason)
             assert (last.finish_reason, last.stop_reason) == ("stop", stop)
 
 
 async def test_two_clients_at_once_get_what_each_gets_alone(folder: Path) -> None:
     async with serving(folder, "layers:2") as server, server.connect() as one, server.connect() as other:
 
-        async def ask(sdk: openai.AsyncOpenAI, seed: int) -> str | None:
+        async def ask(sdk: openai.AsyncOpenAI, seed: int) -> str:
             fields: dict[str, Any] = {"max_tokens": 120, "temperature": 1.0, "extra_body": {"ignore_eos": True}}
-            answer = await sdk.chat.completions.create(model="tiny", messages=MESSAGES, seed=seed, **fields)
-            return answer.choices[0].message.content
+            answer: Any = await sdk.chat.completions.create(model="tiny", messages=MESSAGES, seed=seed, **fields)
+            return str(answer.choices[0].message.content)
 
         alone = [await ask(one, 1), await ask(other, 2)]
         asked = [asyncio.create_task(ask(one, 1)), asyncio.create_task(ask(other, 2))]
@@ -209,7 +212,8 @@ async def test_a_client_that_leaves_frees_everything(draft: str, folder: Path) -
         await until(lambda: server.engine.stats().running == 2)
         waits.cancel()
         answer = await other
-        assert answer.usage is not None and answer.usage.completion_tokens == 200
+        assert answer.usage is not None
+        assert answer.usage.completion_tokens == 200
         await until(server.idle)
         stats = server.engine.stats()
         assert (stats.requests_aborted, stats.requests_finished, stats.requests_failed) == (2, 1, 0)

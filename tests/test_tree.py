@@ -179,10 +179,12 @@ def top_children(q: torch.Tensor) -> list[int]:
     return tokens
 
 
-def first_two(kind: str, rule: str, *, spoil: bool = False) -> tuple[np.ndarray, np.ndarray]:
+def first_two(kind: str, rule: str, *, spoil: bool = False, repeat: bool = False) -> tuple[np.ndarray, np.ndarray]:
     """Counts of the first token, and of the pair where the first step kept a node; p is the toy target's table."""
     p, q = tables(kind)
     tokens = top_children(q)
+    if repeat:  # an equal sibling: trying it again would count its probability twice
+        tokens[2] = tokens[1]
     if spoil:  # a lossy tree: nodes are taken whatever the target draws
         p = torch.where(p >= p.sort(-1, descending=True).values[:, 1:2], p * 1.5, p)
         p = p / p.sum(-1, keepdim=True)
@@ -211,6 +213,13 @@ def test_tree_rules_have_the_targets_distribution(kind: str, rule: str) -> None:
         if pairs[token].sum() >= 100:
             assert goodness(pairs[token], p[token]) > ALPHA
     assert kind == "disjoint" or pairs.sum() > 1000
+
+
+@pytest.mark.parametrize("rule", list(TREE_RULES))
+def test_repeated_siblings_do_not_change_the_distribution(rule: str) -> None:
+    p, _ = (table.double().numpy() for table in tables("random"))
+    firsts, _ = first_two("random", rule, repeat=True)
+    assert goodness(firsts, p[V]) > ALPHA
 
 
 def test_the_tree_distribution_test_can_fail() -> None:

@@ -70,9 +70,7 @@ def build_plan(step: int, rows: Rows[Row], page_size: int) -> StepPlan:
         page_indptr=indptr(_i32(len(sequence.pages) for sequence in sequences)),
         page_indices=_i32(page for sequence in sequences for page in sequence.pages),
         tokens=_i32(token for part in tokens for token in part),
-        next_prompt_tokens=_i32(
-            -1 if row.emits else row.sequence.tokens[row.sequence.num_computed + row.num_known] for row in rows
-        ),
+        next_prompt_tokens=_i32(_next_prompt_token(row) for row in rows),
         emits=_i32(row.emits for row in rows),
         drafter_lens=_i32(sequence.drafter_len for sequence in sequences),
         refills=_i32(row.refill for row in rows),
@@ -80,6 +78,14 @@ def build_plan(step: int, rows: Rows[Row], page_size: int) -> StepPlan:
         refill_tokens=_i32(token for part in refills for token in part),
         sampling=tuple(row_sampling(row.sequence) if row.emits else None for row in rows),
     )
+
+
+def _next_prompt_token(row: Row) -> int:
+    """What a head pairs with the last known token it gets; -1 where that is a token this step emits."""
+    sequence = row.sequence
+    if row.refill == Refill.KNOWN:
+        return sequence.tokens[sequence.drafter_len + row.num_refill]
+    return -1 if row.emits else sequence.tokens[sequence.num_computed + row.num_known]
 
 
 def row_sampling(sequence: Sequence) -> RowSampling:

@@ -157,9 +157,11 @@ class Scheduler:
         for row in rows:
             most = self._most_drafts(row.sequence)
             guess = self._propose(row.sequence, most)
-            if most and (guess or self._can_draft(row.sequence)):
-                source = row.sequence.proposer.source if guess and row.sequence.proposer else DraftSource.DRAFTER
-                most = min(most, len(guess)) if guess else most
+            if guess and row.sequence.proposer:
+                source, most = row.sequence.proposer.source, min(most, len(guess))
+            else:
+                source, most = DraftSource.DRAFTER, self._draftable(row.sequence, most)
+            if most:
                 requests.append(DraftRequest(row.sequence, source, most))
                 owners.append(row)
                 proposals.append(guess)
@@ -185,8 +187,13 @@ class Scheduler:
             guess += [(guess or sequence.tokens)[-1]] * (most - len(guess))
         return guess
 
-    def _can_draft(self, sequence: Sequence) -> bool:
-        return self.traits is not None and sequence.carry_valid
+    def _draftable(self, sequence: Sequence, most: int) -> int:
+        """Of `most` drafts, those the drafter can make: none without a carry, none that leave its context."""
+        if self.traits is None or not sequence.carry_valid:
+            return 0
+        if self.traits.max_context is not None:
+            most = min(most, self.traits.max_context - self._extra_slots - len(sequence.tokens))
+        return max(most, 0)
 
     def _fit(self, sequence: Sequence, drafts: int) -> int:
         """Most drafts (<= drafts) for which pages can be had without preempting anybody."""

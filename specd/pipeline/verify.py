@@ -33,8 +33,9 @@ class VerifyBatch:
 
     def poison(self) -> None:
         """Overwrites the inputs once the step is over: whoever reads them late shows. Tests only."""
-        for tensor in (self.tokens, self.info.positions, self.info.write_slots, self.logit_rows):
-            tensor.fill_(-(1 << 40))
+        with torch.inference_mode():  # they were made in it
+            for tensor in (self.tokens, self.info.positions, self.info.write_slots, self.logit_rows):
+                tensor.fill_(-(1 << 40))
 
 
 def upload(plan: StepPlan, device: torch.device) -> VerifyBatch:
