@@ -65,12 +65,25 @@ class TokenStream(AsyncIterator[SequenceDelta]):
         self._unread = 0
 
 
+class _HeadTokens:
+    """Bytes of every id that the model can emit: a head may be padded past the vocabulary, and padding has no text."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self.special_ids = tokenizer.special_ids
+        self.leading_space = tokenizer.leading_space
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return self._tokenizer.token_bytes(token_id) if token_id < self._tokenizer.vocab_size else b""
+
+
 class _Live:
     """A request in the table."""
 
     def __init__(self, stream: TokenStream, sequences: list[Sequence]) -> None:
         self.stream = stream
         self.sequences = sequences
+        self.ended: set[int] = set()  # choices whose last delta was handed out
         self.outcome = FinishReason.STOP  # the worst of its choices
 
 
@@ -188,7 +201,7 @@ class Engine:
             max_len=self.info.max_len,
             max_draft=max_draft,
             histogram_len=self.info.max_draft + 1,
-            detokenizer=Detokenizer(self.tokenizer, request.sampling.skip_special_tokens),
+            detokenizer=Detokenizer(_HeadTokens(self.tokenizer), request.sampling.skip_special_tokens),
             keys=BlockKeys(
                 secret=self._secret,
                 salt=request.cache_salt,
@@ -208,6 +221,7 @@ class Engine:
                 continue
             if delta.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
                 live.outcome = delta.finish_reason
+            live.ended.add(delta.index)
             live.stream.left -= 1
             if live.stream.left == 0:
                 self._forget(delta.request_id, live.outcome)
@@ -236,7 +250,7 @@ class Engine:
         """Gives every live stream its last deltas without the pipeline."""
         for request_id, live in list(self._live.items()):
             for sequence in live.sequences:
-                if sequence.phase is Phase.FINISHED:
+                if sequence.index in live.ended:  # its phase does not tell: a last delta may have been lost on the way
                     continue
                 live.stream.left -= 1
                 live.stream.put(

@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import functools
 import json
+import os
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from tests.tiny import CPU, hf_config
 
 GAP = 1e-4  # of logits
 PAGE_SIZE = 16
-THREADS = 2
+THREADS = min(2, len(os.sched_getaffinity(0)))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -23,8 +23,8 @@ from tests.sampling_plans import CPU, info_of, params, plan_of, row
 
 V = 6
 ALPHA = 1e-4
-NUM_ROWS = 40_000
-ROUNDS = 5  # 200,000 draws per test
+NUM_ROWS = 20_000
+ROUNDS = 5  # 100,000 sequences per test, two steps each
 
 Tables = tuple[torch.Tensor, torch.Tensor]  # p [V + 1, V], q [V + 1, V]: by the last token, the last row for none
 

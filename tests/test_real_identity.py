@@ -14,6 +14,7 @@ pytestmark = pytest.mark.real
 NAMES = ("chat-2", "chat-5", "copy-4", "copy-7", "raw-1", "raw-3")
 NUM_TOKENS = 48
 K = 4
+OTHER_STEPS = 10  # prefill, the engine's own warm-up, and steps that found nothing to do
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -46,11 +47,11 @@ async def test_greedy_tokens_are_transformers(draft: str, real_model_path: Path,
     drafted, accepted = sum(stats.draft_tokens.values()), sum(stats.accepted_tokens.values())
     if draft == "none":
         assert drafted == 0
-        assert stats.steps - steps <= NUM_TOKENS + 1, "the prompts were not one batch"
+        assert stats.steps <= NUM_TOKENS + OTHER_STEPS, "the prompts were not one batch"
     elif draft.startswith("lm:"):
         # The target as its own draft: every draft is kept, and each step refills the last draft and the new token.
         assert accepted == drafted or found
-        assert stats.steps - steps <= NUM_TOKENS // (K + 1) + 3
+        assert stats.steps <= NUM_TOKENS // (K + 1) + OTHER_STEPS
     else:
         assert 0 < accepted < drafted
 

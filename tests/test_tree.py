@@ -160,7 +160,7 @@ def test_logprobs_follow_the_path() -> None:
 # ---- distributions
 
 NUM_ROWS = 20_000
-ROUNDS = 5
+ROUNDS = 3
 
 
 @functools.cache

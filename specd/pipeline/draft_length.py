@@ -7,7 +7,6 @@ token that was just drawn, only on the past (spec: the trap of 1.0).
 from __future__ import annotations
 
 import bisect
-import collections
 import dataclasses
 from collections.abc import Sequence as Rows
 from typing import Protocol
@@ -76,8 +75,9 @@ class _Measured:
 class StepCost:
     """Seconds of a decode step by the tokens it verifies: fading averages, linear in between.
 
-    A size that was measured seldom, or long ago, is believed only in part: the rest is a hopeful guess, the best known
-    size with a slope of `optimism` per token. So a size that once was slow by accident is tried again.
+    A size that was measured seldom, or long ago, is believed only in part: the rest is a hopeful guess from the best
+    known size, where more tokens cost hardly more (a slope of `optimism` per token) and fewer cost less in proportion.
+    So a size that once was slow by accident is tried again, and so is plain decoding after a long time of drafts.
     """
 
     def __init__(self, *, optimism: float = 0.02, memory: float = 20.0, fading: float = 0.995) -> None:
@@ -109,18 +109,20 @@ class StepCost:
             return self._believed(size, best)
         if at == 0 or at == len(self._sizes):
             nearest = self._sizes[min(at, len(self._sizes) - 1)]
-            return self._believed(nearest, best) * max(0.1, 1 + self._optimism * (size - nearest))
+            return self._believed(nearest, best) * self._scale(size, nearest)
         low, high = self._sizes[at - 1], self._sizes[at]
         share = (size - low) / (high - low)
         return self._believed(low, best) * (1 - share) + self._believed(high, best) * share
 
     def _believed(self, size: int, best: int) -> float:
         measured = self._measured[size]
-        if size == best:
-            return measured.seconds
-        hoped = self._measured[best].seconds * max(0.1, 1 + self._optimism * (size - best))
-        belief = measured.count / (measured.count + 1.0)
+        hoped = min(measured.seconds, self._measured[best].seconds * self._scale(size, best))
+        belief = 1.0 if size == best else measured.count / (measured.count + 1.0)
         return belief * measured.seconds + (1 - belief) * hoped
+
+    def _scale(self, size: int, known: int) -> float:
+        """What `size` costs at best, as a multiple of `known`."""
+        return size / known if size < known else 1 + self._optimism * (size - known)
 
 
 @dataclasses.dataclass(slots=True)
@@ -141,7 +143,8 @@ class AdaptiveLength:
 
     A row's j-th draft is kept with probability a ** j. All rows' candidates, likeliest first, are added to the step
     while (rows + expected kept) / cost(tokens) grows. Nothing is drafted when plain decoding is faster; then a
-    proposer's guesses are still compared with what comes (free), and a drafter is tried again every `retry_steps`.
+    proposer's guesses are still compared with what comes (free), and a drafter is tried again every `retry_steps`, by
+    all rows in the same step: they share its forwards, and few of them alone might never find that it pays for all.
     """
 
     GAIN = 1.03  # drafts must promise this much over plain decoding: measurements are noisy
@@ -153,9 +156,23 @@ class AdaptiveLength:
         self._host = StepCost()  # seconds of a step in which nothing computes
         self._prior: dict[DraftSource, _Acceptance] = {}
         self._rates: dict[tuple[int, DraftSource], _Acceptance] = {}
-        self._idle_steps: collections.Counter[int] = collections.Counter()
+        self._steps = 0
+        self._idle_steps = 0  # since the drafter was last used
 
     def choose(self, requests: Rows[DraftRequest], num_plain: int) -> list[int]:
+        lengths = self._fastest(requests, num_plain)
+        self._steps += 1
+        self._idle_steps += 1
+        for i, request in enumerate(requests):
+            if request.source is not DraftSource.DRAFTER:
+                continue
+            if self._steps % self._retry_steps == 0:
+                lengths[i] = max(lengths[i], min(request.max_drafts, 1))
+            if lengths[i]:
+                self._idle_steps = 0
+        return lengths
+
+    def _fastest(self, requests: Rows[DraftRequest], num_plain: int) -> list[int]:
         rows = len(requests) + num_plain
         if self._verify(rows) is None or not requests:
             return [0] * len(requests)
@@ -175,15 +192,11 @@ class AdaptiveLength:
             cost = self._cost(requests, lengths, rows)
             if (rows + kept) / cost > best_speed:
                 best_speed, best = (rows + kept) / cost, lengths.copy()
-        for i, request in enumerate(requests):
-            if request.source is DraftSource.DRAFTER and request.max_drafts and self._retry_due(request.sequence):
-                best[i] = max(best[i], 1)
         return best
 
     def wants_drafter(self, sequence: Sequence, *, drafting: bool) -> bool:
-        """Not while its drafts do not pay; every `retry_steps` it catches up, and the next step tries one draft."""
-        self._idle_steps[id(sequence)] = 0 if drafting else self._idle_steps[id(sequence)] + 1
-        return self._idle_steps[id(sequence)] <= 2 or self._retry_due(sequence)
+        """Not while nobody's drafts pay; then all catch up in the step before a retry."""
+        return drafting or self._idle_steps <= 2 or (self._steps + 1) % self._retry_steps == 0
 
     def observe_row(self, sequence: Sequence, source: DraftSource, *, drafted: int, accepted: int) -> None:
         self._rate(sequence, source).observe(drafted, accepted)
@@ -204,7 +217,6 @@ class AdaptiveLength:
     def forget(self, sequence: Sequence) -> None:
         for source in DraftSource:
             self._rates.pop((id(sequence), source), None)
-        self._idle_steps.pop(id(sequence), None)
 
     def _rate(self, sequence: Sequence, source: DraftSource) -> _Acceptance:
         prior = self._prior.setdefault(source, _Acceptance(0.6))
@@ -217,7 +229,3 @@ class AdaptiveLength:
         forwards = max(drafted, default=0)  # depth - 1 extends and the refill
         drafting = forwards * (self._draft(sum(n > 0 for n in drafted)) or 0.0)
         return verify + drafting + (self._host(0) or 0.0)
-
-    def _retry_due(self, sequence: Sequence) -> bool:
-        idle = self._idle_steps[id(sequence)]
-        return idle > 0 and idle % self._retry_steps == 0

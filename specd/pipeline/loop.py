@@ -102,7 +102,6 @@ class Pipeline:
                 self._publish(deltas)
                 await self._work.wait()
                 self._work.clear()
-                previous = None
                 self._last_report_s = time.perf_counter()
                 deltas, scheduled = self._next_step([])
                 continue
@@ -209,19 +208,28 @@ class Pipeline:
             return
         error = _refill_error(previous)
         if error is None:
-            self._refill_failures = 0
+            if previous is not None and previous.refill is not None:
+                self._refill_failures = 0
             if not whole:
-                self.scheduler.refill_failed(launched.scheduled)
+                self._restart_drafter(launched)
             return
         self._refill_failures += 1
         self.scheduler.counters.failed_refills += 1
         log.warning("refill_failed", step=launched.plan.step - 1, in_a_row=self._refill_failures, error=repr(error))
-        self.scheduler.refill_failed(launched.scheduled)
-        launched.refill = None
-        self._carry = ready(self._make_carry())
+        self._restart_drafter(launched)
         if self._refill_failures >= MAX_REFILL_FAILURES:
             log.error("drafter_given_up", failures=self._refill_failures)
             self.scheduler.give_up_drafter()
+
+    def _restart_drafter(self, launched: Launched) -> None:
+        """Nothing the drafter has computed is used again, this step's refill included: it would not count as its own.
+
+        A refill that still runs is harmless: no carry is valid now, and the next refill follows it on its stream.
+        """
+        assert self._make_carry is not None
+        self.scheduler.refill_failed(launched.scheduled)
+        launched.refill = None
+        self._carry = ready(self._make_carry())
 
     # ---------------------------------------------------------------- measuring
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from specd.config import Config
-from specd.errors import RequestError, SpecdError
+from specd.errors import AbortedError, DrainingError, RequestError, SpecdError
 from specd.log import get_logger
 from specd.server.auth import ApiKeys
 from specd.server.chat import ChatTemplate
@@ -79,9 +81,27 @@ def create_runner(app: web.Application, *, shutdown_timeout_s: float = 60.0) -> 
         handler_cancellation=True,
         access_log=None,
         auto_decompress=False,
+        logger=_protocol_logger(),
         max_headers=64,
         shutdown_timeout=shutdown_timeout_s,
     )
+
+
+class _ProtocolLog(logging.Handler):
+    """aiohttp's own complaints as events: anybody can send garbage, and a traceback for each would fill the disk."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        error = record.exc_info[1] if record.exc_info else None
+        if isinstance(error, HttpProcessingError):
+            log.info("malformed_request_refused", error=type(error).__name__)
+        else:
+            log.error("http_failed", message=record.getMessage(), exc_info=error)
+
+
+def _protocol_logger() -> logging.Logger:
+    logger = logging.Logger("specd.http", level=logging.WARNING)  # outside the tree: no handler but ours
+    logger.addHandler(_ProtocolLog())
+    return logger
 
 
 def _chat_render(tokenizer: Tokenizer) -> Render | None:
@@ -151,7 +171,7 @@ class _Guard:
             raise  # the client is gone: nobody to answer
         except SpecdError as error:
             self._note(request, error.code)
-            if describe(error)[0] >= 500:
+            if describe(error)[0] >= 500 and not isinstance(error, DrainingError | AbortedError):
                 log.error("request_failed", request_id=request[REQUEST_ID_KEY], exc_info=error)
             return error_response(error)
         except Exception as error:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import math
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -25,6 +24,9 @@ Check = Callable[[Any, str], Any]  # (value, dotted path) -> the value to use; r
 INT64_MAX = 2**63 - 1
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _MAX_SHOWN = 64  # characters of a client's value that an error message repeats
+# Stop strings are walked character by character and bad words are matched at every draft: both cost every step.
+_MAX_STOP_CHARS = 1024
+_MAX_BAD_WORDS, _MAX_BAD_WORD_CHARS = 128, 128
 _MAX_REPORTED = 20  # ignored names that are reported
 
 
@@ -79,15 +81,14 @@ def integer(low: int, high: int = INT64_MAX) -> Check:
     return check
 
 
-def number(low: float, high: float = math.inf, *, above: bool = False) -> Check:
-    """A number in low..high, or in (low, high] with above."""
+def number(low: float, high: float) -> Check:
+    """A number in low..high."""
 
     def check(value: Any, param: str) -> float:
         if type(value) not in (int, float):
             raise invalid_type(param, "a number", value)
-        if not low <= value <= high or (above and value == low):
-            start = f"more than {low}" if above else f"at least {low}"
-            raise out_of_range(param, start if high == math.inf else f"{start} and at most {high}", value)
+        if not low <= value <= high:
+            raise out_of_range(param, f"at least {low} and at most {high}", value)
         return float(value)
 
     return check
@@ -125,11 +126,22 @@ def strings(value: Any, param: str) -> tuple[str, ...]:
 
 
 def stop_strings(value: Any, param: str) -> tuple[str, ...]:
-    return strings([value] if isinstance(value, str) else value, param)
+    stops = strings([value] if isinstance(value, str) else value, param)
+    _check_lengths(stops, param, _MAX_STOP_CHARS)
+    return stops
+
+
+def _check_lengths(texts: tuple[str, ...], param: str, longest: int) -> None:
+    for i, text in enumerate(texts):
+        if len(text) > longest:
+            raise out_of_range(f"{param}[{i}]", f"at most {longest} characters long", text)
 
 
 def bad_words(value: Any, param: str) -> tuple[str, ...]:
     words = strings(value, param)
+    if len(words) > _MAX_BAD_WORDS:
+        raise out_of_range(param, f"a list of at most {_MAX_BAD_WORDS} words", value)
+    _check_lengths(words, param, _MAX_BAD_WORD_CHARS)
     for i, word in enumerate(words):
         if not word.strip():
             raise out_of_range(f"{param}[{i}]", "a word with a character that is not white space", word)
@@ -206,7 +218,7 @@ _HONOURED: dict[str, Check] = {
     "min_p": number(0, 1),
     "presence_penalty": number(-2, 2),
     "frequency_penalty": number(-2, 2),
-    "repetition_penalty": number(0, above=True),
+    "repetition_penalty": number(1e-3, 1e3),  # beyond, logits overflow fp32
     "n": integer(1),
     "stop": stop_strings,
     "stop_token_ids": token_ids,

@@ -8,6 +8,7 @@ without a finish reason would be taken as a whole answer.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 import uuid
 from collections.abc import Sequence
@@ -62,6 +63,7 @@ class Generation:
         self._metrics = metrics
         self._render = render
         self._live: set[str] = set()
+        self._serials = itertools.count()
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         return await self._handle(request, Endpoint.COMPLETIONS)
@@ -95,6 +97,7 @@ class Generation:
                 request_id=name,
                 created=int(time.time()),
                 arrival_s=record.arrival_s,
+                serial=next(self._serials),
                 cache_salt=request[SALT_KEY],
                 ignored=ignored + unread,
             )
@@ -189,7 +192,10 @@ class Generation:
         """Error event, then the connection is closed without the chunk that would end the body."""
         _, body, _ = describe(error)
         record.error_code = getattr(error, "code", "internal_error")
-        log.error("stream_failed", request_id=request[REQUEST_ID_KEY], exc_info=error)
+        if isinstance(error, AbortedError):
+            log.info("stream_aborted", request_id=request[REQUEST_ID_KEY])
+        else:
+            log.error("stream_failed", request_id=request[REQUEST_ID_KEY], exc_info=error)
         try:
             await _send(response, event(body), record)
         except (ConnectionError, SlowClientError):

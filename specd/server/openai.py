@@ -136,10 +136,15 @@ def build_call(
     request_id: str,
     created: int,
     arrival_s: float,
+    serial: int = 0,
     cache_salt: bytes = b"",
     ignored: tuple[str, ...] = (),
 ) -> GenerationCall:
-    """Engine requests of one body that `read_body` has checked. RequestError when it does not fit the context."""
+    """Engine requests of one body that `read_body` has checked. RequestError when it does not fit the context.
+
+    request_id is the client's name for the call. `serial` is never repeated and makes the engine's names unique: a
+    client may use a name again as soon as it has left, before the engine has ended what it left behind.
+    """
     n = values.get("n", 1)
     if n * len(prompts) > config.server.max_prompts:
         raise RequestError(
@@ -148,12 +153,13 @@ def build_call(
             param="n",
         )
     sampling = _sampling(values, endpoint, config, info, tokenizer)
+    _check_possible(sampling, info)
     wish = values.get("speculation", {})
     speculation = SpeculationParams(**wish)
     response_id = PREFIXES[endpoint] + request_id
     requests = tuple(
         Request(
-            request_id=response_id if len(prompts) == 1 else f"{response_id}-{i}",
+            request_id=f"{response_id}#{serial}.{i}",  # no client's name has a "#"
             prompt_ids=prompt,
             sampling=dataclasses.replace(sampling, max_tokens=_max_tokens(values, len(prompt), endpoint, config, info)),
             speculation=speculation,
@@ -244,6 +250,21 @@ def _sampling(
         include_stop_str_in_output=values.get("include_stop_str_in_output", False),
         skip_special_tokens=values.get("skip_special_tokens", True),
         logprobs=logprobs,
+    )
+
+
+def _check_possible(sampling: SamplingParams, info: EngineInfo) -> None:
+    """Refuses parameters that together forbid every token from the start: the engine could only fail the request."""
+    forbidden = {word[0] for word in sampling.bad_words_ids if len(word) == 1}
+    if sampling.min_tokens > 0:
+        forbidden |= {*info.eos_ids, *sampling.stop_token_ids}
+    allowed = sampling.allowed_token_ids
+    if not forbidden.issuperset(range(info.vocab_size) if allowed is None else allowed):
+        return
+    raise RequestError(
+        "no token may be generated: every allowed one is a bad word, or an end that min_tokens holds back",
+        code="invalid_value",
+        param="stop_token_ids" if allowed is None else "allowed_token_ids",
     )
 
 
