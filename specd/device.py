@@ -56,6 +56,11 @@ class Handle(Generic[T]):
         self._future.set_result(value)
 
     def _fail(self, error: BaseException) -> None:
+        if isinstance(error, StopIteration):
+            # asyncio refuses to carry one, and whoever awaits would wait for ever.
+            leaked = RuntimeError("a launched function raised StopIteration")
+            leaked.__cause__ = error
+            error = leaked
         self._future.set_exception(error)
 
 
@@ -75,7 +80,7 @@ class Stream(Protocol):
         """Queues fn(*args); handles among args are replaced by their values.
 
         on_error turns an exception of fn, or of a handle it waits for, into a value; without it the handle raises.
-        stage and step name the span on the timeline.
+        stage and step name the span on the timeline. RuntimeError when the stream is closed.
         """
         ...
 
@@ -152,6 +157,7 @@ class ThreadStream(InlineStream):
     def __init__(self, name: str, timeline: Timeline, threads: int) -> None:
         super().__init__(name, timeline)
         self._threads = threads
+        self._closed = False
         self._queue: queue.SimpleQueue[tuple[Any, ...] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name=f"specd-{name}", daemon=True)
         self._thread.start()
@@ -164,6 +170,8 @@ class ThreadStream(InlineStream):
         step: int = -1,
         on_error: Callable[[Exception], T] | None = None,
     ) -> Handle[T]:
+        if self._closed:
+            raise RuntimeError(f"stream {self.name} is closed")
         handle: Handle[T] = Handle()
         self._queue.put((fn, args, stage, step, on_error, handle))
         return handle
@@ -175,6 +183,7 @@ class ThreadStream(InlineStream):
             del item  # or the last launch's tensors live until the next one
 
     def close(self) -> None:
+        self._closed = True
         self._queue.put(None)
         if self._thread is not threading.current_thread():
             self._thread.join()

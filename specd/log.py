@@ -28,7 +28,11 @@ def configure(level: str = "info", format: Literal["auto", "json", "console"] = 
         structlog.processors.TimeStamper(fmt="iso", utc=True, key="ts"),
     ]
     if console:
-        processors.append(structlog.dev.ConsoleRenderer(colors=stream.isatty(), timestamp_key="ts"))
+        # Plain tracebacks: fancier ones print local variables, and a local may hold somebody's prompt.
+        plain = structlog.dev.plain_traceback
+        processors.append(
+            structlog.dev.ConsoleRenderer(colors=stream.isatty(), timestamp_key="ts", exception_formatter=plain)
+        )
         factory: Any = structlog.PrintLoggerFactory(stream)
     else:
         processors += [structlog.processors.format_exc_info, _render_journal if _in_journal(stream) else _render]

@@ -26,6 +26,9 @@ _ARRAYS = (
     "slots", "query_lens", "kv_lens", "num_drafts", "sources", "host_drafts", "page_indptr", "page_indices", "tokens",
     "next_prompt_tokens", "emits", "drafter_lens", "refills", "refill_indptr", "refill_tokens",
 )  # fmt: skip
+_PER_ROW = (
+    "slots", "query_lens", "kv_lens", "num_drafts", "sources", "next_prompt_tokens", "emits", "drafter_lens", "refills",
+)  # fmt: skip
 
 
 class DraftSource(enum.IntEnum):
@@ -156,7 +159,7 @@ class StepPlan:
             kv_lens=self.kv_lens[rows] - self.num_drafts[rows] + num_drafts,
             num_drafts=num_drafts,
             sources=self.sources[rows] * (num_drafts > 0),
-            host_drafts=self.host_drafts[rows] if drafts else self.host_drafts[rows][:, :0],
+            host_drafts=self.host_drafts[rows][:, : int(num_drafts.max(initial=0))],
             page_indptr=indptr(np.diff(self.page_indptr)[rows]),
             page_indices=_ragged(self.page_indices, self.page_indptr, rows),
             tokens=_ragged(self.tokens, known_indptr, rows),
@@ -185,7 +188,7 @@ class StepPlan:
     def unpack(cls, buffer: I32) -> StepPlan:
         """Inverse of `pack`; the arrays are views of `buffer`. Raises ValueError on anything that is not a plan."""
         head = 5 + 3 * len(_ARRAYS)
-        if len(buffer) < head or buffer[0] != _MAGIC:
+        if buffer.dtype != np.int32 or buffer.ndim != 1 or len(buffer) < head or buffer[0] != _MAGIC:
             raise ValueError("not a packed StepPlan: wrong magic or too short")
         fields: dict[str, Any] = {}
         offset = head
@@ -197,7 +200,25 @@ class StepPlan:
             flat = buffer[offset : offset + size]
             fields[name] = flat.reshape(rows, cols) if ndim == 2 else flat
             offset += size
-        return cls(step=int(buffer[1]) | int(buffer[2]) << 31, page_size=int(buffer[3]), split=int(buffer[4]), **fields)
+        step, page_size, split = int(buffer[1]) | int(buffer[2]) << 31, int(buffer[3]), int(buffer[4])
+        plan = cls(step=step, page_size=page_size, split=split, **fields)
+        if not plan._consistent():
+            raise ValueError("packed StepPlan: its lengths and offsets do not agree")
+        return plan
+
+    def _consistent(self) -> bool:
+        """Whether no stage that trusts lengths and offsets can index past an array."""
+        size = self.num_rows
+        return (
+            all(getattr(self, name).shape == (size,) for name in _PER_ROW)
+            and bool(((self.num_drafts >= 0) & (self.num_drafts <= self.query_lens)).all())
+            and self.host_drafts.shape == (size, self.max_drafts)
+            and self.tokens.shape == (int(self.num_known.sum()),)
+            and _partitions(self.page_indptr, size, self.page_indices)
+            and _partitions(self.refill_indptr, size, self.refill_tokens)
+            and self.page_size > 0
+            and 0 <= self.split <= size
+        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -237,6 +258,12 @@ def indptr(lens: I32) -> I32:
     out = np.zeros(len(lens) + 1, np.int32)
     np.cumsum(lens, out=out[1:])
     return out
+
+
+def _partitions(offsets: I32, size: int, values: I32) -> bool:
+    """Whether offsets [size + 1] cut values [offsets[-1]] into `size` parts."""
+    rises = offsets.shape == (size + 1,) and offsets[0] == 0 and bool((offsets[1:] >= offsets[:-1]).all())
+    return rises and values.shape == (int(offsets[-1]),)
 
 
 def _ragged(values: I32, offsets: I32, rows: list[int]) -> I32:

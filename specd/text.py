@@ -178,7 +178,9 @@ class Tokenizer:
                 ids.append(token_id)
             else:
                 backend = self._backend if start == 0 else self._continuation
-                ids += backend.encode(text[start:end].translate(masked), add_special_tokens=False).ids
+                # encode_batch, because it alone lets go of the GIL: a long text must not stop the event loop.
+                piece = text[start:end].translate(masked)
+                ids += backend.encode_batch([piece], add_special_tokens=False)[0].ids
         if add_special and self.add_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
             ids.insert(0, self.bos_id)
         return ids

@@ -74,7 +74,7 @@ def lm(model: Model, *, vocab_size: int = VOCAB, max_context: int | None = None)
 
 
 def drafter_of(draft: str, target: Model) -> Drafter | None:
-    """`draft` is "none", "ngram", "layers" (one layer of the target), "lm" (noisy copy), "lm-self" (the target itself)."""
+    """`draft`: "none", "ngram", "layers" (one layer of the target), "lm" (a noisy copy), "lm-self" (the target)."""
     if draft == "layers":
         assert isinstance(target, Llama)
         return lm(target.truncated(1))

@@ -207,6 +207,35 @@ class HeadDrafter:
         return DraftState(logits=one_hot_logits(guesses), hidden=torch.tensor(states).float().reshape(-1, FEATURES))
 
 
+class MatrixHead:
+    """A head of one matrix, on any device: hidden states and tokens in, hidden states and logits out."""
+
+    def __init__(self, vocab_size: int, hidden_size: int, device: torch.device) -> None:
+        self.traits = DraftTraits(
+            name="head", max_depth=4, refill_mode=RefillMode.PADDED, shifted=True, features="last", leader_only=False
+        )
+        self.vocab_size = vocab_size
+        self.hidden_size: int | None = hidden_size
+        self._weight = torch.zeros((vocab_size, hidden_size), device=device)
+
+    def kv_bytes_per_page(self, page_size: int) -> int:
+        return 0
+
+    def allocate(self, *, num_pages: int, page_size: int) -> None:
+        return
+
+    def extend(self, tokens: torch.Tensor, hidden: torch.Tensor | None, batch: BatchInfo) -> DraftState:
+        assert hidden is not None
+        mixed = hidden + self._weight[tokens]
+        return DraftState(mixed @ self._weight.T, mixed)
+
+    def refill(
+        self, tokens: torch.Tensor, features: torch.Tensor | None, batch: BatchInfo, last_rows: torch.Tensor
+    ) -> DraftState:
+        assert features is not None
+        return self.extend(tokens[last_rows], features.float()[last_rows], batch)
+
+
 @dataclasses.dataclass(slots=True)
 class Failures:
     """Which calls fail: 0-based numbers of `extend` and `refill` calls, or every one from a number on."""

@@ -55,7 +55,7 @@ def check(results: dict[str, list[Result]]) -> None:
         assert results[name][0].tokens == continuation(prompt, OUTPUT), name
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kind", ["ngram", "lm", "exact", "padded"])
 async def test_the_same_tokens(kind: str, layout: str, seed: int) -> None:
@@ -96,7 +96,7 @@ async def abort_later(engine: Engine, name: str, delay_s: float) -> None:
     engine.abort(name)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kind", ["ngram", "lm", "padded"])
 async def test_aborts_at_random_moments(kind: str, layout: str, seed: int) -> None:
@@ -104,9 +104,9 @@ async def test_aborts_at_random_moments(kind: str, layout: str, seed: int) -> No
     source = random.Random(seed)
     parts = parts_of(kind, layout, seed)
     async with running(parts) as engine:
-        names = [f"{name}{i}" for name in PROMPTS for i in range(3)]
+        names = [f"{name}{i}" for name in PROMPTS for i in range(2)]
         readers = [read_until_aborted(engine, name, source.choice([1, 5, 12, 999])) for name in names]
-        timers = [abort_later(engine, name, source.random() * 0.2) for name in source.sample(names, 6)]
+        timers = [abort_later(engine, name, source.random() * 0.2) for name in source.sample(names, 4)]
         done = await asyncio.wait_for(asyncio.gather(*readers, *timers), 60)
         assert_nothing_owned(parts)
         check(await generate(engine, requests()))
@@ -165,7 +165,7 @@ async def test_a_buffer_that_is_read_after_its_step_shows(monkeypatch: pytest.Mo
     monkeypatch.setattr(RefillStage, "launch_padded", late)
     parts = parts_of("padded", "stages", 0, num_slots=512)
     async with running(parts) as engine:
-        check(await generate(engine, requests()[:2]))
+        check(await generate(engine, requests()))
     errors = [repr(handle.error()) for handle in failures]
     assert errors
     assert all("Error" in error for error in errors)

@@ -19,7 +19,7 @@ from specd.request import FinishReason
 from specd.status import EngineState
 from specd.step import RefillMode
 from tests.engines import Result, ask, assert_nothing_owned, collect, generate, lm, make_parts, running
-from tests.fakes import Failures, FailingDrafter, HeadDrafter, SuccessorModel, continuation
+from tests.fakes import FailingDrafter, Failures, HeadDrafter, SuccessorModel, continuation
 
 POISON = 2  # the rule never predicts it: only a prompt that holds it meets it
 PROMPTS = {"a": [5, 6, 7], "b": list(range(10, 45)), "c": [60] * 18}
@@ -30,7 +30,7 @@ def parts_of(kind: str, failures: Failures | None = None, **changes: Any) -> Par
     """A draft that is always right, of either layout, and fails as told."""
     inner = lm(SuccessorModel()) if kind == "lm" else HeadDrafter(RefillMode(kind))
     drafter = FailingDrafter(inner, failures or Failures())
-    fields = {"target": SuccessorModel(), "draft_len": 3, "max_tokens": 16, "num_slots": 256} | changes
+    fields: dict[str, Any] = {"target": SuccessorModel(), "draft_len": 3, "max_tokens": 16, "num_slots": 256} | changes
     return make_parts(drafter=drafter, **fields)
 
 
@@ -232,7 +232,7 @@ PHASES: dict[str, Callable[[Any], bool]] = {
 async def test_an_abort_in_any_phase_frees_everything(
     kind: str, phase: str, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tight = {"num_slots": 80 if kind == "lm" else 64, "max_len": 64} if phase == "preempted" else {}
+    tight: dict[str, Any] = {"num_slots": 80 if kind == "lm" else 64, "max_len": 64} if phase == "preempted" else {}
     parts = parts_of(kind, device=device, **tight)
     hits: list[str] = []
     engines: list[Engine] = []
@@ -278,14 +278,14 @@ async def test_a_cancelled_reader_aborts_its_request() -> None:
     parts = parts_of("lm", device="single")
     async with running(parts) as engine:
         stream = engine.submit(ask("a", PROMPTS["a"], max_tokens=100))
+        some = asyncio.Event()
 
         async def read() -> None:
             async for _ in stream:
-                pass
+                some.set()
 
         reader = asyncio.create_task(read())
-        while not engine.stats().generation_tokens:
-            await asyncio.sleep(0.001)
+        await asyncio.wait_for(some.wait(), 10)
         reader.cancel()
         with pytest.raises(asyncio.CancelledError):
             await reader

@@ -204,7 +204,7 @@ async def test_sampled_tokens_are_those_of_plain_decoding(
     drafted, accepted = sum(stats.draft_tokens.values()), sum(stats.accepted_tokens.values())
     report(f"{what}: {len(found)} splits, {accepted}/{drafted} drafts kept, {stats.preemptions} preemptions")
     assert stats.preemptions > 0
-    assert drafted > 0
+    assert drafted > 0 or draft_len == "adaptive"  # which may find that it does not pay
 
 
 async def test_another_seed_gives_another_text(real_model_path: Path) -> None:

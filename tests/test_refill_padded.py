@@ -7,6 +7,7 @@ device a step's refill has run when the step is committed, so the marks can be c
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -51,9 +52,9 @@ async def scenario(engine: Engine, wishes: dict[str, SpeculationParams] | None =
         assert result.tokens == continuation(PROMPTS[name], OUTPUT), name
 
 
-def head_parts(head: HeadDrafter, **changes: object) -> Parts:
-    fields: dict[str, object] = {"draft_len": 4, "num_slots": 64, "max_len": 64, "max_running": 5, "max_tokens": 16}
-    return make_parts(target=SuccessorModel(), drafter=head, **(fields | changes))  # type: ignore[arg-type]
+def head_parts(head: HeadDrafter, **changes: Any) -> Parts:
+    fields: dict[str, Any] = {"draft_len": 4, "num_slots": 64, "max_len": 64, "max_running": 5, "max_tokens": 16}
+    return make_parts(target=SuccessorModel(), drafter=head, **(fields | changes))
 
 
 def expected_pairs(sequence: Sequence) -> list[tuple[list[int], int]]:
@@ -111,9 +112,16 @@ async def test_padded_is_used_when_nothing_is_missing(monkeypatch: pytest.Monkey
     parts = head_parts(head, num_slots=1024)
     assert parts.refill is not None
     calls: list[str] = []
+
+    def counted(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def launch(*args: Any) -> Any:
+            calls.append(name)
+            return original(*args)
+
+        return launch
+
     for name in ("launch_exact", "launch_padded"):
-        original = getattr(parts.refill, name)
-        monkeypatch.setattr(parts.refill, name, lambda *a, n=name, f=original: (calls.append(n), f(*a))[1])
+        monkeypatch.setattr(parts.refill, name, counted(name, getattr(parts.refill, name)))
     async with running(parts) as engine:
         await generate(engine, [ask("long", LONG), ask("short", [9])])
     assert set(calls) == {"launch_padded"}
@@ -121,7 +129,7 @@ async def test_padded_is_used_when_nothing_is_missing(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("mode", list(RefillMode))
 async def test_catching_up_after_a_phase_without_drafts(mode: RefillMode, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A family that is computed without the drafter leaves blocks without its KV; the next one catches up from there."""
+    """A family that is computed without the drafter leaves blocks without its KV; the next catches up from there."""
     head = HeadDrafter(mode)
     parts = head_parts(head, num_slots=256)
     checked: list[int] = []
@@ -199,7 +207,13 @@ async def test_the_kv_of_an_lm_draft_is_that_of_an_uncached_run(
     """Chunks of 8, prompts of 20 and more, prefix hits, preemption; K = 0 keeps the drafter at rest."""
     draft = noisy_model()
     parts = make_parts(
-        drafter=lm(draft), draft_len=draft_len, page_size=page_size, num_slots=80, max_len=64, max_running=5, max_tokens=8
+        drafter=lm(draft),
+        draft_len=draft_len,
+        page_size=page_size,
+        num_slots=80,
+        max_len=64,
+        max_running=5,
+        max_tokens=8,
     )
     checked: list[int] = []
     async with running(parts) as engine:

@@ -16,12 +16,14 @@ from tests.engines import EOS, Result, ask, collect, full_logits, generate, make
 PROMPT = [*[40, 41, 42, 43] * 4, 40, 41]  # a whole block, which all variants find again
 OTHER = [60 + i % 7 for i in range(30)]  # two chunks of at most 16 tokens
 LENGTH = 20
-TIGHT = {"num_slots": 80, "max_len": 64, "max_running": 5, "max_tokens": 16}
+TIGHT: dict[str, Any] = {"num_slots": 80, "max_len": 64, "max_running": 5, "max_tokens": 16}
 Outcome = tuple[list[int], str, FinishReason | None, str | int | None]
 
 
 @functools.cache
-def reference_answer(prompt: tuple[int, ...], seed: int, temperature: float, choice: int = 0, index: int = 0) -> list[int]:
+def reference_answer(
+    prompt: tuple[int, ...], seed: int, temperature: float, choice: int = 0, index: int = 0
+) -> list[int]:
     """Plain sampling without KV, batch or pipeline: the race of softmax(logits / T) against keyed noise."""
     tokens = list(prompt)
     for _ in range(LENGTH):
@@ -47,7 +49,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "min_p": {"min_p": 0.3, "temperature": 1.5},
     "presence": {"presence_penalty": 1.9, "temperature": 0.5},
     "frequency": {"frequency_penalty": 1.1, "temperature": 0.8},
-    "repetition": {"repetition_penalty": 1.7},
+    "repetition": {"repetition_penalty": 1.7, "temperature": 0.7},
     "greedy and penalised": {"temperature": 0.0, "frequency_penalty": 1.5, "presence_penalty": 0.5},
     "bias": {"logit_bias": ((PLAIN[3], -100.0), (50, 3.0))},
     "bad word": {"bad_words_ids": ((PLAIN[4],),)},
@@ -112,7 +114,7 @@ async def test_variants_matter() -> None:
     """Negative control: every parameter changes the text, behind its beginning where it is meant to."""
     want = await plain_outcomes()
     assert want["plain"][0] == PLAIN
-    assert len({tuple(want[name][0]) + (want[name][1],) for name in VARIANTS}) == len(VARIANTS)
+    assert len({(*want[name][0], want[name][1]) for name in VARIANTS}) == len(VARIANTS)
     assert want["bad sequence"][0][:7] == PLAIN[:7] != want["bad sequence"][0]
     assert want["bad word"][0][:4] == PLAIN[:4] != want["bad word"][0]
     assert want["stop token"][0] == PLAIN[: PLAIN.index(PLAIN[9]) + 1]

@@ -20,7 +20,8 @@ from collections.abc import Sequence as Rows
 from typing import Literal
 
 from specd.commit import RowReport, abortion, commit, failure
-from specd.errors import SpecdError
+from specd.errors import EngineError, SpecdError
+from specd.log import get_logger
 from specd.pages import PagePool
 from specd.pipeline.counters import Counters
 from specd.pipeline.draft_length import DraftLength, DraftRequest
@@ -28,6 +29,9 @@ from specd.pipeline.plan import Refill, Row, ScheduledStep, build_plan
 from specd.request import SequenceDelta
 from specd.sequence import Phase, Sequence
 from specd.step import DraftSource, DraftTraits
+
+
+log = get_logger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -81,7 +85,11 @@ class Scheduler:
         """Commits one step's report, row by row; an error instead of a report ends that row's sequence alone."""
         deltas = []
         for row, report in zip(scheduled.rows, reports, strict=True):
-            delta = self._apply_row(row, report, scheduled.plan.step)
+            try:
+                delta = self._apply_row(row, report, scheduled.plan.step)
+            except Exception as error:  # noqa: BLE001 - a fault in one row's text or counts ends that request alone
+                log.error("commit_failed", request_id=row.sequence.request.request_id, exc_info=error)
+                delta = failure(row.sequence, EngineError("the engine failed while it computed this request"))
             if delta is None:
                 continue
             deltas.append(delta)
