@@ -30,7 +30,6 @@ from specd.request import SequenceDelta
 from specd.sequence import Phase, Sequence
 from specd.step import DraftSource, DraftTraits
 
-
 log = get_logger(__name__)
 
 
@@ -87,7 +86,7 @@ class Scheduler:
         for row, report in zip(scheduled.rows, reports, strict=True):
             try:
                 delta = self._apply_row(row, report, scheduled.plan.step)
-            except Exception as error:  # noqa: BLE001 - a fault in one row's text or counts ends that request alone
+            except Exception as error:
                 log.error("commit_failed", request_id=row.sequence.request.request_id, exc_info=error)
                 delta = failure(row.sequence, EngineError("the engine failed while it computed this request"))
             if delta is None:
