@@ -19,7 +19,17 @@ from setuptools.errors import CompileError, LinkError
 
 _SOURCES = "specd/kernels/src"
 # Contraction off: multiply-adds are fused where the source says so, and nowhere else, on every instruction set.
-_FLAGS = ["-std=c11", "-D_GNU_SOURCE", "-O3", "-ffp-contract=off", "-fno-fast-math", "-fno-math-errno", "-g0", "-Wall", "-Wextra"]
+_FLAGS = [
+    "-std=c11",
+    "-D_GNU_SOURCE",
+    "-O3",
+    "-ffp-contract=off",
+    "-fno-fast-math",
+    "-fno-math-errno",
+    "-g0",
+    "-Wall",
+    "-Wextra",
+]
 _LEVELS = {
     "level_avx2": ["-mavx2", "-mfma", "-mf16c"],
     "level_avx512": [

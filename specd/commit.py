@@ -118,9 +118,11 @@ def _advance(sequence: Sequence, token: int) -> tuple[FinishReason | None, str |
             return FinishReason.STOP, matched, piece
     if len(sequence.tokens) < sequence.limit:
         return None, None, piece
-    tail, matched = sequence.matcher.push(sequence.detokenizer.flush())
-    if matched is not None:
-        return FinishReason.STOP, matched, piece + tail
+    tail = sequence.detokenizer.flush()
+    if checked:
+        tail, matched = sequence.matcher.push(tail)
+        if matched is not None:
+            return FinishReason.STOP, matched, piece + tail
     return FinishReason.LENGTH, None, piece + tail + sequence.matcher.flush()
 
 

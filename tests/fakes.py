@@ -191,6 +191,8 @@ class HeadDrafter:
         return [([int(value) for value in row[:FEATURES]], int(row[FEATURES])) for row in rows]
 
     def _write(self, batch: BatchInfo, features: torch.Tensor, tokens: torch.Tensor) -> None:
+        own = features[:, 2].isnan() | (features[:, 2].float() == batch.positions % _SIDE)
+        assert own.all(), "a hidden state at another position than its own"
         slots = batch.write_slots
         cells = torch.cat([features.float(), tokens[:, None].float()], dim=1)
         self._data[slots // self._page_size, slots % self._page_size] = cells

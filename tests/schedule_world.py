@@ -2,14 +2,15 @@
 
 A KV slot holds the hash of the prefix it stands for, computed from what the slot before it holds when that is read
 through the plan's page table. One wrong page, length, mark or carry changes every hash behind it, and with it the next
-token. `World.step` does what `pipeline/loop.py` does in one step, `World.check` says what must hold between two.
+token. `World.step` does what `pipeline/loop.py` does in one step; what must hold is in `schedule_checks.py`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Collection, Sequence as Items
+from collections.abc import Collection
+from collections.abc import Sequence as Items
 
 import numpy as np
 
@@ -18,41 +19,21 @@ from specd.errors import EngineError, SpecdError
 from specd.pages import BlockKeys, PagePool
 from specd.pipeline.counters import Counters
 from specd.pipeline.draft_length import DraftLength, DraftRequest, FixedLength
-from specd.pipeline.plan import Refill, ScheduledStep
+from specd.pipeline.plan import ScheduledStep
 from specd.pipeline.refill import missing_tokens
 from specd.pipeline.schedule import Limits, Scheduler
 from specd.request import Request, SamplingParams, SequenceDelta, SpeculationParams
 from specd.sequence import Phase, Sequence
 from specd.step import AcceptanceReport, DraftSource, DraftTraits, RefillMode, StepPlan
 from specd.text import Detokenizer, LeadingSpace
+from tests.schedule_checks import chain, check, check_over, check_plan, link, truth
 
 VOCAB = 13
 MAX_DRAFT = 8
+PROMPT = [*range(1, 13)] * 4
 LM = DraftTraits(name="lm", max_depth=MAX_DRAFT)
 EXACT_HEAD = DraftTraits(name="head", max_depth=MAX_DRAFT, shifted=True, features="last")
 PADDED_HEAD = dataclasses.replace(EXACT_HEAD, refill_mode=RefillMode.PADDED)
-
-
-def link(*parts: int) -> int:
-    return hash(parts)
-
-
-def chain(tokens: Items[int]) -> list[int]:
-    """Content of the target's (and an LM draft's) KV slot at each position."""
-    out, content = [], 0
-    for token in tokens:
-        content = link(content, token)
-        out.append(content)
-    return out
-
-
-def head_chain(tokens: Items[int]) -> list[int]:
-    """Content of a head's KV slot i: (feature of i, token i + 1) on top of slot i - 1. One shorter than tokens."""
-    out, content = [], 0
-    for feature, token in zip(chain(tokens), tokens[1:], strict=False):
-        content = link(content, feature, token)
-        out.append(content)
-    return out
 
 
 def next_token(content: int) -> int:
@@ -171,9 +152,9 @@ class World:
         self.num_steps = 0
         self.sequences: list[Sequence] = []
         self.deltas: dict[int, list[SequenceDelta]] = {}  # by id(sequence)
-        self.key_tokens: dict[bytes, tuple[int, ...]] = {}
-        self.history: list[ScheduledStep] = []
-        self.reports: list[AcceptanceReport] = []
+        self.key_tokens: dict[bytes, tuple[bytes, tuple[int, ...]]] = {}  # (salt, prefix) of each key ever seen
+        self.shown: dict[int, list[int]] = {}  # what a sequence's proposer has been shown, by id(sequence)
+        self.history: list[ScheduledStep] = []  # every step that was launched
 
     # ---------------------------------------------------------------- requests
 
@@ -204,7 +185,8 @@ class World:
         return sequences
 
     def _sequence(self, request: Request, index: int, max_draft: int, guesses: bool) -> Sequence:
-        return Sequence(
+        size, guesser = self.pool.page_size, Guesser(self) if guesses else None
+        sequence = Sequence(
             request,
             index,
             eos_ids=(),
@@ -212,11 +194,12 @@ class World:
             max_draft=max_draft,
             histogram_len=MAX_DRAFT + 1,
             detokenizer=Detokenizer(Letters()),
-            keys=BlockKeys(
-                secret=b"s", salt=request.cache_salt, page_size=self.pool.page_size, lookahead=self.shifted
-            ),
-            proposer=Guesser(self) if guesses else None,
+            keys=BlockKeys(secret=b"s", salt=request.cache_salt, page_size=size, lookahead=self.shifted),
+            proposer=guesser,
         )
+        if guesser is not None:
+            self.shown[id(sequence)] = guesser.tokens
+        return sequence
 
     def expected(self, sequence: Sequence) -> list[int]:
         """What it says in the end, whatever the schedule."""
@@ -240,45 +223,36 @@ class World:
         """One turn of the loop, False when there was nothing to run."""
         if self.scheduled is None:
             self._schedule([])
-            self.check()
+            check(self)
             return self.scheduled is not None
-        scheduled = self.scheduled
+        scheduled, plan = self.scheduled, self.scheduled.plan
         self.history.append(scheduled)
-        self.check_plan(scheduled)
+        check_plan(self, scheduled)
         drafts = self.draft(scheduled, fails=self._happens(faults.draft))
-        reports: list[RowReport | SpecdError]
-        report = None
-        if self._happens(faults.step):
-            reports = self._isolate(scheduled, faults)
-        else:
-            report = self.verify(scheduled.plan, drafts, faults)
-            reports = [self._row(scheduled, report, row, scheduled.plan) for row in range(len(scheduled.rows))]
-            self.reports.append(report)
-        refills = bool((scheduled.plan.refills > 0).any()) and not self.refill_error
-        before = self._happens(0.5)
-        if before and refills and report is not None:
-            refills, failed = False, self.refill(scheduled.plan, report, fails=self._happens(faults.refill))
-        else:
-            failed = False
-        deltas = self.scheduler.apply(scheduled, reports)
-        if self.refill_error:
+        report = None if self._happens(faults.step) else self.verify(plan, drafts, faults)
+        refills = report is not None and not self.refill_error and bool((plan.refills > 0).any())
+        early = self._happens(0.5)  # the refill may be over before the report is looked at, or still run afterwards
+        refill_fails = self._happens(faults.refill)
+        if report is not None and refills and early:
+            self.refill(plan, report, fails=refill_fails)
+        deltas = self.scheduler.apply(scheduled, self._rows(scheduled, report, faults))
+        if self.refill_error or (report is None and self.traits is not None):
             self.scheduler.refill_failed(scheduled)
             self.carry.clear()
-            if self._happens(faults.give_up):
-                self.scheduler.give_up_drafter()
-        elif report is None and self.traits is not None:
-            self.scheduler.refill_failed(scheduled)
+        if self.refill_error and self._happens(faults.give_up):
+            self.scheduler.give_up_drafter()
         self._schedule(deltas)
-        if refills and report is not None and self.scheduler.traits is not None:
-            failed = self.refill(scheduled.plan, report, fails=self._happens(faults.refill))
-        self.refill_error = failed
-        self.check()
+        if report is not None and refills and not early:
+            self.refill(plan, report, fails=refill_fails)
+        self.refill_error = refills and refill_fails
+        check(self)
         return True
 
     def run(self, *, most: int = 3000) -> None:
-        """Until nothing is left to do."""
+        """Until nothing is left to do; then nothing may be held."""
         for _ in range(most):
             if not self.step():
+                check_over(self)
                 return
         raise AssertionError("the scheduler makes no progress")
 
@@ -314,7 +288,7 @@ class World:
                 out.append([-1] * count)
                 continue
             tokens = entry.sequence.tokens
-            assert self.carry[int(plan.slots[row])] == self.truth(tokens)[-1], "the carry is not the newest token's"
+            assert self.carry[int(plan.slots[row])] == truth(self, tokens)[-1], "the carry is not the newest token's"
             drafts = self.guess(tokens, count)
             for depth, token in enumerate(drafts[:-1]):
                 self._write_draft(plan, row, len(tokens) - 1 + self.extra + depth, token)
@@ -326,9 +300,6 @@ class World:
         before = self.drafter.get(self.slot(plan, row, position - 1), -1)
         content = self.random.getrandbits(60) if self.shifted else link(before, token)
         self.drafter[self.slot(plan, row, position)] = content
-
-    def truth(self, tokens: Items[int]) -> list[int]:
-        return head_chain(tokens) if self.shifted else chain(tokens)
 
     def verify(self, plan: StepPlan, drafts: list[list[int]], faults: Faults = NO_FAULTS) -> AcceptanceReport:
         """The target's forward and the match rule."""
@@ -364,25 +335,24 @@ class World:
             said.append(next_token(self.target[slot]))
         return said[len(known) - 1 :]
 
-    def refill(self, plan: StepPlan, report: AcceptanceReport, *, fails: bool) -> bool:
-        """EXACT or PADDED as `RefillStage` chooses; a failed one leaves junk behind. Gives `fails`."""
+    def refill(self, plan: StepPlan, report: AcceptanceReport, *, fails: bool) -> None:
+        """EXACT or PADDED as `RefillStage` chooses; a failed one leaves junk behind."""
         if fails:
             for row in np.flatnonzero(plan.refills).tolist():
                 for position in range(int(plan.drafter_lens[row]), int(plan.kv_lens[row])):
                     self.drafter[self.slot(plan, row, position)] = self.random.getrandbits(60)
-            return True
+            return
         padded = self.traits is not None and self.traits.refill_mode is RefillMode.PADDED
         contiguous = (plan.drafter_lens == plan.kv_lens - plan.query_lens) & (plan.refills > 0)
         if padded and contiguous.all():
             self._refill_padded(plan, report)
-            return False
+            return
         missing = missing_tokens(plan, report, shifted=self.shifted)
         for i, (row, tokens, start) in enumerate(zip(missing.rows, missing.tokens, missing.starts, strict=True)):
             for position, token in enumerate(tokens, start):
                 content = self._write_refill(plan, row, position, token)
             if i in missing.carried:
                 self.carry[int(plan.slots[row])] = content
-        return False
 
     def _write_refill(self, plan: StepPlan, row: int, position: int, token: int) -> int:
         slot = self.slot(plan, row, position)
@@ -408,120 +378,16 @@ class World:
                 content = self._write_refill(plan, row, first + i, token)
                 self.carry[int(plan.slots[row])] = content
 
-    def _isolate(self, scheduled: ScheduledStep, faults: Faults) -> list[RowReport | SpecdError]:
-        """The step failed: each row again, alone and without drafts."""
+    def _rows(
+        self, scheduled: ScheduledStep, report: AcceptanceReport | None, faults: Faults
+    ) -> list[RowReport | SpecdError]:
+        """What the loop hands to apply; without a report the step failed and each row is computed again, alone."""
+        plan, rows = scheduled.plan, range(len(scheduled.rows))
+        if report is not None:
+            return [row_report(report, i, num_drafts=int(plan.num_drafts[i]), num_logprobs=None) for i in rows]
         out: list[RowReport | SpecdError] = []
-        for row in range(len(scheduled.rows)):
-            plan = scheduled.plan.select([row], drafts=False)
-            report = self.verify(plan, [[]])
+        for row in rows:
+            alone = self.verify(plan.select([row], drafts=False), [[]])
             broken = self._happens(faults.broken)
-            out.append(EngineError("broken") if broken else self._row(scheduled, report, row, plan, at=0))
+            out.append(EngineError("x") if broken else row_report(alone, 0, num_drafts=0, num_logprobs=None))
         return out
-
-    def _row(
-        self, scheduled: ScheduledStep, report: AcceptanceReport, row: int, plan: StepPlan, at: int | None = None
-    ) -> RowReport:
-        at = row if at is None else at
-        return row_report(report, at, num_drafts=int(plan.num_drafts[at]), num_logprobs=None)
-
-    # ---------------------------------------------------------------- what must hold
-
-    def check_plan(self, scheduled: ScheduledStep) -> None:
-        """A plan before it is launched: budgets, rights, and that every slot it can touch is owned."""
-        plan, limits = scheduled.plan, self.scheduler.limits
-        sequences = [row.sequence for row in scheduled.rows]
-        assert plan.num_tokens <= limits.max_tokens
-        assert len({id(s) for s in sequences}) == len(sequences) <= limits.max_running
-        assert all(s in sequences for s in self.scheduler.running if s.decoding), "a decode row was starved"
-        assert int(plan.refill_indptr[-1]) <= limits.max_tokens
-        if limits.mixed == "plain" and not all(s.decoding for s in sequences):
-            assert plan.max_drafts == 0
-        traits = self.scheduler.traits
-        for i, (row, sequence) in enumerate(zip(scheduled.rows, sequences, strict=True)):
-            assert sequence.phase is Phase.RUNNING
-            assert plan.pages(i).tolist() == sequence.pages
-            assert plan.kv_lens[i] == sequence.num_computed + plan.query_lens[i]
-            assert row.num_known >= 1
-            assert row.emits == (sequence.num_computed + row.num_known == len(sequence.tokens))
-            assert plan.kv_lens[i] + self.extra <= len(sequence.pages) * plan.page_size, "a slot has no page"
-            assert sequence.num_computed // plan.page_size >= sequence.num_published
-            if row.num_drafts:
-                assert sequence.decoding
-                assert row.num_drafts <= min(sequence.max_draft, sequence.limit - len(sequence.tokens) - 1)
-            if row.source == DraftSource.DRAFTER:
-                assert traits is not None
-                assert sequence.carry_valid
-            if traits is not None and traits.max_context is not None:
-                drafting = row.source == DraftSource.DRAFTER and row.num_drafts > 0
-                reach = len(sequence.tokens) + row.num_drafts + self.extra
-                assert reach <= traits.max_context or not (drafting or row.refill), "beyond the drafter's context"
-            assert row.refill != Refill.NEWEST or row.emits
-
-    def check(self) -> None:
-        """Between two steps."""
-        self.pool.check()
-        running, waiting = self.scheduler.running, list(self.scheduler.waiting)
-        owned = [page for sequence in running for page in sequence.pages]
-        for page in range(self.pool.num_pages):
-            assert self.pool.refs(page) == owned.count(page), "a page's owners and its count disagree"
-            assert self.pool.refs(page) <= 1 or self.pool._pages[page].key is not None, "a shared page is private"
-        slots = [sequence.slot for sequence in running] + self.scheduler._free_slots
-        assert sorted(slots) == list(range(self.scheduler.limits.max_running))
-        for sequence in waiting:
-            assert sequence.phase is Phase.WAITING
-            assert (sequence.pages, sequence.slot, sequence.num_computed, sequence.drafter_len) == ([], -1, 0, 0)
-        for sequence in running:
-            self._check_sequence(sequence)
-        self._check_index()
-
-    def _check_sequence(self, sequence: Sequence) -> None:
-        size, tokens = self.pool.page_size, sequence.tokens
-        assert sequence.phase is Phase.RUNNING
-        assert 0 <= sequence.num_computed < len(tokens) < sequence.limit
-        assert sequence.drafter_len <= sequence.num_computed + self.extra
-        guesser = sequence.proposer
-        assert guesser is None or (isinstance(guesser, Guesser) and guesser.tokens == tokens)
-        slots = [sequence.pages[i // size] * size + i % size for i in range(len(sequence.pages) * size)]
-        found = [self.target.get(slot) for slot in slots[: sequence.num_computed]]
-        assert found == chain(tokens)[: sequence.num_computed], "target KV"
-        if self.refill_error or self.scheduler.traits is None:
-            return  # marks are set back when the error is seen
-        found = [self.drafter.get(slot) for slot in slots[: sequence.drafter_len]]
-        assert found == self.truth(tokens)[: sequence.drafter_len], "drafter KV"
-        if sequence.carry_valid:
-            assert sequence.drafter_len == len(tokens) - 1 + self.extra
-            assert self.carry[sequence.slot] == self.truth(tokens)[-1], "carry"
-
-    def _check_index(self) -> None:
-        """Every page that a prefix can be found under holds that prefix, up to its marks."""
-        size, lookahead = self.pool.page_size, int(self.shifted)
-        for sequence in self.sequences:
-            for i, key in enumerate(sequence.keys._keys):
-                prefix = (*sequence.request.cache_salt, *sequence.tokens[: (i + 1) * size + lookahead])
-                assert self.key_tokens.setdefault(key, prefix) == prefix, "one key for two prefixes"
-        salts = {key: len(s.request.cache_salt) for s in self.sequences for key in s.keys._keys}
-        for key, page in self.pool._index.items():
-            tokens = self.key_tokens[key][salts[key] :]
-            block = range(len(tokens) - lookahead - size, len(tokens) - lookahead)
-            found = [self.target.get(page * size + i % size) for i in block]
-            assert found == [chain(tokens)[i] for i in block], "a published page's target KV"
-            mark = self.pool.drafter_len([page])
-            if mark and not self.refill_error and self.scheduler.traits is not None:
-                found = [self.drafter.get(page * size + i) for i in range(mark)]
-                assert found == [self.truth(tokens)[i] for i in block][:mark], "a published page's drafter KV"
-
-    def check_over(self) -> None:
-        """After `run`: everything is said, and nothing is held."""
-        for sequence in self.sequences:
-            deltas = self.deltas[id(sequence)]
-            assert sequence.phase is Phase.FINISHED
-            assert [delta.finish_reason is not None for delta in deltas] == [False] * (len(deltas) - 1) + [True]
-            said = [token for delta in deltas for token in delta.token_ids]
-            expected = self.expected(sequence)
-            whole = deltas[-1].finish_reason in ("stop", "length")
-            assert said == (expected if whole else expected[: len(said)])
-            assert sequence.pages == []
-        assert not self.scheduler.running
-        assert not self.scheduler.waiting
-        assert self.pool.num_free == self.pool.num_pages
-        assert sorted(self.scheduler._free_slots) == list(range(self.scheduler.limits.max_running))

@@ -153,10 +153,9 @@ def test_a_hostile_buffer_is_refused_or_a_plan(plan: StepPlan, data: st.DataObje
         buffer[at] = data.draw(st.sampled_from([*edges, int(buffer[at]) + 1]).filter(lambda v: abs(v) <= 2**31 - 1))
     try:
         found = StepPlan.unpack(buffer)
-    except ValueError as error:
-        assert "packed StepPlan" in str(error)
-    else:
-        assert consistent(found)
+    except ValueError:
+        return
+    assert consistent(found)
 
 
 # Rows

@@ -241,7 +241,7 @@ def _write_weights(path: Path, weights: dict[str, torch.Tensor], num_shards: int
     if num_shards == 1:
         save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
         return
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for shard in range(num_shards):
         name = f"model-{shard + 1:05d}-of-{num_shards:05d}.safetensors"
         part = {key: weights[key] for key in list(weights)[shard::num_shards]}

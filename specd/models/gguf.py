@@ -24,6 +24,8 @@ from specd.models.config import LlamaConfig, config_from_gguf
 if TYPE_CHECKING:
     import torch
 
+    from specd.kernels.pack import Rows
+
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _STRING, _ARRAY = 8, 9
@@ -270,10 +272,7 @@ class GgufFile(Mapping[str, "torch.Tensor"]):
         """f32 on the CPU. Raises ModelError for a quantisation that cannot be read."""
         import torch
 
-        values = self._dequantised(name, self._tensors[name])
-        for part, heads in (("q_proj", self.config.num_heads), ("k_proj", self.config.num_kv_heads)):
-            if name.rpartition(".")[0].endswith(part):
-                values = _half_split(values, heads)
+        values = self._ordered(name, self._dequantised(name, self._tensors[name]))
         return torch.from_numpy(np.array(values, dtype=np.float32))  # copied: a private, writable array
 
     def __iter__(self) -> Iterator[str]:
@@ -281,6 +280,20 @@ class GgufFile(Mapping[str, "torch.Tensor"]):
 
     def __len__(self) -> int:
         return len(self._tensors)
+
+    def rows(self, name: str) -> Rows:
+        """A matrix as the file holds it, in its own quantisation; Q and K rows in half-split order like `[name]`."""
+        from specd.kernels.pack import Rows
+
+        tensor = self._tensors[name]
+        data = self._data[tensor.begin : tensor.begin + tensor.num_bytes].reshape(tensor.shape[0], -1)
+        return Rows(tensor.ggml_type, self._ordered(name, data), tensor.shape[1])
+
+    def _ordered(self, name: str, values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        for part, heads in (("q_proj", self.config.num_heads), ("k_proj", self.config.num_kv_heads)):
+            if name.rpartition(".")[0].endswith(part):
+                return _half_split(values, heads)
+        return values
 
     def _dequantised(self, name: str, tensor: GgufTensor) -> np.ndarray[Any, np.dtype[np.float32]]:
         from gguf.constants import GGMLQuantizationType
@@ -296,7 +309,7 @@ class GgufFile(Mapping[str, "torch.Tensor"]):
             ) from error
 
 
-def _half_split(values: np.ndarray[Any, np.dtype[np.float32]], heads: int) -> np.ndarray[Any, np.dtype[np.float32]]:
+def _half_split(values: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, Any]:
     """Undoes the interleaving of Q and K rows that `llama` files store for rotated neighbours (2i, 2i + 1)."""
     rows = values.shape[0]
     return values.reshape(heads, rows // heads // 2, 2, -1).swapaxes(1, 2).reshape(values.shape)

@@ -109,8 +109,8 @@ class DraftStage:
         rows = np.flatnonzero((plan.sources == DraftSource.DRAFTER) & (plan.num_drafts > 0)).tolist()
         if self._drafter is None or carry is None or not rows:
             # The handle of the last refill is waited for all the same: verify may reuse pages it still writes.
-            handle = self._stream.launch(_proposals, plan, device, carry, on_error=_Fallback(plan, device))
-            return handle, 0
+            fallback = _Fallback(plan, device, drafted=False)
+            return self._stream.launch(_proposals, plan, device, carry, on_error=fallback), 0
         handle = self._stream.launch(
             grow_chain,
             self._drafter,
@@ -122,7 +122,7 @@ class DraftStage:
             device,
             stage="draft",
             step=plan.step,
-            on_error=_Fallback(plan, device),
+            on_error=_Fallback(plan, device, drafted=True),
         )
         return handle, plan.max_drafts - 1
 
@@ -134,10 +134,12 @@ def _proposals(plan: StepPlan, device: torch.device, after: object) -> DraftToke
 class _Fallback:
     """A failed draft means K = 0: the proposals of the host alone, -1 for the drafter's."""
 
-    def __init__(self, plan: StepPlan, device: torch.device) -> None:
+    def __init__(self, plan: StepPlan, device: torch.device, *, drafted: bool) -> None:
         self._plan = plan
         self._device = device
+        self._drafted = drafted  # else only the last refill, waited for, failed: the loop tells
 
     def __call__(self, error: Exception) -> DraftTokens:
-        log.warning("draft_failed", step=self._plan.step, error=repr(error))
+        if self._drafted:
+            log.warning("draft_failed", step=self._plan.step, error=repr(error))
         return DraftTokens(tokens=host_drafts(self._plan, self._device))
