@@ -5,7 +5,7 @@
     python -m benchmarks.speculation_on_off streams   # one stream, or draft and target on two
 
 Answers have different lengths and each that ends is followed by a new prompt, so prompts and decoding mix in the
-steps. The first variant of a set is what the others are compared with. Each set takes about ten minutes on two cores;
+steps. The first variant of a set is what the others are compared with. Each set takes about 20 minutes on two cores;
 `--quick` shows in a minute that it works. Writes benchmarks/results/speculation_on_off-SET.json.
 """
 
@@ -94,6 +94,7 @@ def main() -> None:
     parser.add_argument("set", choices=list(SETS))
     parser.add_argument("--draft", help="the drafter of all variants that have one (default: the set's own)")
     parser.add_argument("--dtype", default="auto")
+    parser.set_defaults(tokens=64)
     args = parser.parse_args()
     if args.quick:
         args.rounds, args.tokens, args.concurrency = 1, 9, [2]

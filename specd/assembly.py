@@ -16,11 +16,12 @@ from specd.config import Config, memory_bytes
 from specd.device import Device, cpu_device
 from specd.drafters.base import Drafter
 from specd.drafters.registry import DraftChoice, layers_drafter, lm_drafter, parse_draft
-from specd.errors import ConfigError
+from specd.errors import ConfigError, DraftError
 from specd.kv import PagedFeatures, PagedKV
+from specd.models.base import Model
 from specd.models.fetch import resolve
 from specd.models.gguf import read_metadata
-from specd.models.registry import LoadedModel, load_target
+from specd.models.registry import KernelChoice, LoadedModel, load_target
 from specd.pages import PagePool
 from specd.pipeline.accept import AcceptStage
 from specd.pipeline.counters import Counters
@@ -31,6 +32,7 @@ from specd.pipeline.schedule import Limits, Scheduler
 from specd.pipeline.verify import VerifyStage
 from specd.sampling.chain import AcceptanceSettings
 from specd.status import EngineInfo
+from specd.step import Topology
 from specd.tensors import DraftState
 from specd.text import Tokenizer
 from specd.timeline import Timeline
@@ -55,13 +57,8 @@ class Parts:
     uses_ngram: bool
 
     def make_carry(self) -> DraftState:
-        """A zeroed carry: one row a slot."""
         assert self.drafter is not None
-        slots = self.config.scheduler.max_running
-        where = self.device.torch_device
-        logits = torch.zeros((slots, self.drafter.vocab_size), device=where)
-        width = self.drafter.hidden_size
-        return DraftState(logits, None if width is None else torch.zeros((slots, width), device=where))
+        return self.drafter.make_carry(self.config.scheduler.max_running)
 
 
 def assemble(config: Config, *, device: Device | None = None) -> Parts:
@@ -83,7 +80,7 @@ def assemble(config: Config, *, device: Device | None = None) -> Parts:
 
 
 def _assemble(config: Config, choice: DraftChoice, device: Device) -> Parts:
-    target, tokenizer = _load(config.model.path, config, device)
+    target, tokenizer = _load(config.model.path, config.model.revision, config, device)
     if config.model.chat_template:
         tokenizer.chat_template = _read_template(Path(config.model.chat_template))
     drafter = _drafter(choice, config, target, tokenizer, device)
@@ -102,10 +99,12 @@ def build(
     """Everything around models that are loaded already. Raises ConfigError."""
     max_len = _max_len(config, target)
     max_draft = _max_draft(config, choice)
-    pool = _pool(config, target, drafter, max_len, max_draft)
+    pool = _pool(config, target, drafter, max_len)
     kv = _target_kv(target, pool)
     features = None
     if drafter is not None:
+        if drafter.traits.topology is not Topology.CHAIN:
+            raise DraftError(f"drafter {drafter.traits.name} drafts trees; this engine schedules chains")
         drafter.allocate(num_pages=pool.num_pages, page_size=pool.page_size)
         features = _features(target, drafter, pool)
     settings = AcceptanceSettings(
@@ -148,9 +147,15 @@ def build(
     )
 
 
-def _load(name: str, config: Config, device: Device) -> tuple[LoadedModel, Tokenizer]:
-    path = resolve(name, revision=config.model.revision or None, offline=config.model.offline)
-    loaded = load_target(path, dtype=config.model.dtype, device=device.torch_device, attention=TorchAttention())
+def _load(name: str, revision: str, config: Config, device: Device) -> tuple[LoadedModel, Tokenizer]:
+    path = resolve(name, revision=revision or None, offline=config.model.offline)
+    loaded = load_target(
+        path,
+        dtype=config.model.dtype,
+        device=device.torch_device,
+        attention=TorchAttention(),
+        kernels=KernelChoice(config.model.kernels, config.model.activations, config.model.quantize),
+    )
     return loaded, Tokenizer.load(path, read_metadata=read_metadata)
 
 
@@ -167,7 +172,10 @@ def _drafter(
     if choice.kind == "layers":
         return layers_drafter(target, int(choice.argument))
     if choice.kind == "lm":
-        draft, draft_tokenizer = _load(choice.argument, config, device)
+        name, at, revision = choice.argument.rpartition("@")
+        if not at or Path(choice.argument).exists():
+            name, revision = choice.argument, ""
+        draft, draft_tokenizer = _load(name, revision, config, device)
         return lm_drafter(target, tokenizer, draft, draft_tokenizer, name=choice.name)
     return None
 
@@ -193,28 +201,46 @@ def _length(config: Config) -> DraftLength:
     return AdaptiveLength() if isinstance(length, str) else FixedLength(length)
 
 
-def _page_bytes(target: LoadedModel, drafter: Drafter | None, page_size: int) -> int:
-    shape = target.model.shape
-    slot = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * target.model.dtype.itemsize
-    own = slot * page_size
-    return own if drafter is None else own + drafter.kv_bytes_per_page(page_size)
+def page_bytes(target: Model, drafter: Drafter | None, page_size: int) -> int:
+    """Memory of one page: the target's KV, and the drafter's KV and the features it reads."""
+    shape = target.shape
+    slot = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * target.dtype.itemsize
+    if drafter is None:
+        return slot * page_size
+    features = _feature_width(target, drafter) * target.dtype.itemsize
+    return (slot + features) * page_size + drafter.kv_bytes_per_page(page_size)
 
 
-def _pool(config: Config, target: LoadedModel, drafter: Drafter | None, max_len: int, max_draft: int) -> PagePool:
+def _feature_width(target: Model, drafter: Drafter) -> int:
+    """Values a token that the target leaves for a head to read."""
+    return target.shape.hidden_size * {None: 0, "last": 1, "aux": 3}[drafter.traits.features]
+
+
+def _ram_bytes() -> int:
+    """Memory of the machine, or of the control group this process lives in when that is less."""
+    ram = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+    except OSError:  # no cgroup v2, or none of our own
+        return ram
+    return min(ram, int(limit)) if limit.isdigit() else ram
+
+
+def _pool(config: Config, target: LoadedModel, drafter: Drafter | None, max_len: int) -> PagePool:
     """Sized by `kv.memory`; refused when one sequence of max_len would not fit, with both numbers."""
     size = config.kv.page_size
     extra = 0 if drafter is None else drafter.traits.extra_slots
     each = -(-(max_len + extra) // size)
-    page_bytes = _page_bytes(target, drafter, size)
-    ram = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    cost = page_bytes(target.model, drafter, size)
+    ram = _ram_bytes()
     memory = memory_bytes(config.kv.memory, ram_bytes=ram)
     if memory is None:
-        memory = min(config.scheduler.max_running * each * page_bytes, int(ram * _RAM_SHARE))
-    num_pages = memory // page_bytes
+        memory = min(config.scheduler.max_running * each * cost, int(ram * _RAM_SHARE))
+    num_pages = memory // cost
     if num_pages < each:
         raise ConfigError(
             f"kv.memory of {memory} bytes holds {num_pages} pages of {size} tokens; one sequence of max_len {max_len} "
-            f"needs {each} pages ({each * page_bytes} bytes): raise kv.memory or lower model.max_len"
+            f"needs {each} pages ({each * cost} bytes): raise kv.memory or lower model.max_len"
         )
     return PagePool(num_pages=num_pages, page_size=size, prefix_cache=config.kv.prefix_cache)
 
@@ -235,14 +261,20 @@ def _target_kv(target: LoadedModel, pool: PagePool) -> PagedKV:
 def _features(target: LoadedModel, drafter: Drafter, pool: PagePool) -> PagedFeatures | None:
     if drafter.traits.features is None:
         return None
-    width = target.model.shape.hidden_size * (3 if drafter.traits.features == "aux" else 1)
     return PagedFeatures(
         num_pages=pool.num_pages,
         page_size=pool.page_size,
-        width=width,
-        dtype=torch.bfloat16,
+        width=_feature_width(target.model, drafter),
+        dtype=target.model.dtype,
         device=target.model.device,
     )
+
+
+def _eos_ids(target: LoadedModel, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """A folder's generation_config.json has the last word; a GGUF names one, its vocabulary the ends of turns."""
+    if target.path.is_dir():
+        return target.eos_ids or tokenizer.eos_ids
+    return tuple(dict.fromkeys((*target.eos_ids, *tokenizer.eos_ids)))
 
 
 def _info(
@@ -256,7 +288,9 @@ def _info(
 ) -> EngineInfo:
     dtype = str(target.model.dtype).removeprefix("torch.")
     version = importlib.metadata.version("specd")
-    identity = "|".join((target.name, str(target.weight_bytes), dtype, choice.name, config.model.revision, version))
+    identity = "|".join(
+        (target.name, str(target.weight_bytes), dtype, target.kernels, choice.name, config.model.revision, version)
+    )
     return EngineInfo(
         model=config.model.path,
         served_names=config.server.served_names or (config.model.path,),
@@ -264,7 +298,7 @@ def _info(
         dtype=dtype,
         max_len=max_len,
         vocab_size=target.model.shape.vocab_size,
-        eos_ids=target.eos_ids or tokenizer.eos_ids,
+        eos_ids=_eos_ids(target, tokenizer),
         drafter=choice.name,
         max_draft=max_draft,
         acceptance=config.speculation.acceptance,

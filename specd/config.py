@@ -20,6 +20,8 @@ _UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 
 _UNITS |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B|B|%|)")
 
+LOSSY_ACCEPTANCE = frozenset({"literal", "threshold", "typical"})  # rules that change what the model would say
+
 
 def option(
     default: Any,
@@ -134,6 +136,16 @@ class ModelConfig:
     dtype: Literal["auto", "float32", "bfloat16"] = option(
         "auto", "Precision of the forwards; auto: the best that the device computes exactly.", flag="--dtype"
     )
+    kernels: Literal["auto", "native", "torch"] = option(
+        "torch",
+        "Who computes on the CPU: native (specd's own kernels), torch, or auto (native where it can, else torch).",
+    )
+    activations: Literal["fast", "exact"] = option(
+        "fast", "Native kernels' arithmetic: fast (int8 by row and group of 32), exact (float32)."
+    )
+    quantize: Literal["none", "q8_0"] = option(
+        "none", "Native kernels: what weights that are stored unquantised become when they are loaded."
+    )
     threads: int = option(0, "CPU threads of the forwards; 0: all cores.", low=0, high=1024, flag="--threads")
     chat_template: str = option("", "File with a Jinja chat template; empty: the model's own.", flag="--chat-template")
 
@@ -168,7 +180,10 @@ class SpeculationConfig:
     ngram_max: int = option(5, "Longest match that the n-gram proposer looks for.", unit="tokens", low=1, high=64)
     self_check: bool = option(True, "Generate 32 tokens at start and report the drafter's acceptance.")
     threshold: float = option(
-        0.5, "acceptance = threshold: least target probability of a draft that is kept.", low=0.0, high=1.0
+        0.3, "acceptance = threshold: least score of the drafts that are kept.", low=0.0, high=1.0
+    )
+    threshold_score: Literal["min", "prod"] = option(
+        "min", "acceptance = threshold: the score of drafts, least or product of their probabilities under the target."
     )
     typical_threshold: float = option(
         0.09, "acceptance = typical: most probability that is asked of a draft.", low=0.0, high=1.0

@@ -132,7 +132,7 @@ def check(option: Option, value: object, source: str) -> Any:
 
 
 def check_together(config: Config) -> None:
-    """Settings that only make sense together. Raises ConfigError naming both."""
+    """Settings that only make sense together. Raises ConfigError naming all of them."""
     spec = config.speculation
     if spec.ngram_min > spec.ngram_max:
         raise ConfigError(
@@ -149,6 +149,14 @@ def check_together(config: Config) -> None:
             f"scheduler.max_tokens = {config.scheduler.max_tokens} is below scheduler.max_running = "
             f"{config.scheduler.max_running}; a step must hold one token of each running sequence"
         )
+    if isinstance(spec.draft_len, int) and spec.draft != "none":
+        needed = config.scheduler.max_running * (1 + spec.draft_len)
+        if needed > config.scheduler.max_tokens:
+            raise ConfigError(
+                f"speculation.draft_len = {spec.draft_len} with scheduler.max_running = {config.scheduler.max_running} "
+                f"needs {needed} tokens a step, and scheduler.max_tokens = {config.scheduler.max_tokens}: a fixed "
+                "length is never cut; raise max_tokens or lower one of the others"
+            )
 
 
 def parse_value(text: str) -> Any:

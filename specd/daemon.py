@@ -4,7 +4,8 @@
     |- /health 503 "loading" ----|- the real application ---|- 503 "draining" -|
 
 The listener is bound before anything is loaded: a port in use is reported at once, probes are answered while the
-weights load, and with socket activation no connection is refused. A second signal stops at once.
+weights load, and with socket activation no connection is refused. A second signal stops at once, as the first one does
+while the model loads.
 
 Exit codes: 0 drained, 1 fault, 75 requests were cut off by the drain limit or by a second signal, 78 configuration.
 """
@@ -22,9 +23,10 @@ from typing import Protocol
 
 import aiohttp.web
 
-from specd.config import Config, admin_socket_path
+from specd.config import LOSSY_ACCEPTANCE, Config, admin_socket_path
 from specd.listeners import address_of, bind, is_loopback, loading_site
 from specd.log import get_logger
+from specd.models import fetch
 from specd.sdnotify import Notifier, listen_sockets
 from specd.server.admin import Shutdown, bind_admin_socket, create_admin_app
 from specd.server.app import create_app, create_runner
@@ -37,6 +39,7 @@ EXIT_OK, EXIT_FAULT, EXIT_CUT_OFF, EXIT_CONFIG = 0, 1, 75, 78
 _PERIOD_S = 5.0  # between STATUS lines
 _STALL_S = 60.0  # a step that takes longer than this is a stall: the watchdog is not fed
 _LAST_BYTES_S = 5.0  # for replies whose last token is made but not yet written
+_ABANDON_S = 1.0  # for a load that was asked to stop: a download removes what it has
 
 log = get_logger("daemon")
 
@@ -51,6 +54,10 @@ class DaemonEngine(EngineProtocol, Protocol):
     async def close(self) -> None:
         """Ends what still runs (each stream gets its last delta) and frees everything."""
         ...
+
+
+class LoadAbandoned(Exception):
+    """Asked to stop while it loaded, and the loading thread goes on: it can only be ended with its process."""
 
 
 EngineFactory = Callable[[Config], Awaitable[DaemonEngine]]
@@ -90,18 +97,19 @@ async def load_engine(config: Config) -> DaemonEngine:
 async def serve(config: Config, *, create_engine: EngineFactory = load_engine) -> int:
     """Runs the daemon until a signal, `specd ctl shutdown` or a fault; gives the exit code.
 
-    Raises ConfigError, ModelError, DraftError or FetchError when it cannot start.
+    Raises ConfigError, ModelError, DraftError or FetchError when it cannot start, LoadAbandoned when it was stopped
+    before it had. Whatever it raises, nothing listens any more and the control socket is gone.
     """
     notifier = Notifier.from_env(os.environ)
     activated = listen_sockets(os.environ)
     if config.server.api_keys_file:
         ApiKeys.from_file(config.server.api_keys_file)  # a bad file is reported now, not after the model is loaded
-    elif not is_loopback(config.server.host):
-        log.warning("listening_without_keys", host=config.server.host, advice="set server.api_keys_file")
     with _signals(config.server.drain_timeout_s) as stop, contextlib.ExitStack() as stack:
         listeners = activated.get("http") or [bind(config.server.host, config.server.port)]
         for listener in listeners:
             stack.enter_context(listener)
+        if not config.server.api_keys_file:
+            _warn_of_strangers(listeners)
         admin = activated.get("admin", []) if config.admin.enabled else []
         if config.admin.enabled and not admin:
             admin = [stack.enter_context(_admin_listener(config))]
@@ -110,6 +118,14 @@ async def serve(config: Config, *, create_engine: EngineFactory = load_engine) -
         if engine is None:
             return EXIT_OK
         return await _run(config, engine, listeners, admin, notifier, stop)
+
+
+def _warn_of_strangers(listeners: list[socket.socket]) -> None:
+    """What is bound counts, not `server.host`: activated sockets have addresses of their own."""
+    inet = [listener for listener in listeners if listener.family != socket.AF_UNIX]
+    addresses = [address_of(listener) for listener in inet if not is_loopback(listener.getsockname()[0])]
+    if addresses:
+        log.warning("listening_without_keys", addresses=addresses, advice="set server.api_keys_file")
 
 
 @contextlib.contextmanager
@@ -139,8 +155,12 @@ def _signals(drain_timeout_s: float) -> Iterator[StopSignal]:
 async def _load(
     config: Config, create_engine: EngineFactory, notifier: Notifier, stop: StopSignal
 ) -> DaemonEngine | None:
-    """The engine, or None when a signal came first. Extends systemd's start limit while it loads."""
-    loading = asyncio.ensure_future(create_engine(config))
+    """The engine, or None when a signal came first. Extends systemd's start limit while it loads.
+
+    Raises what the load raises, and LoadAbandoned when it does not end after a signal.
+    """
+    with fetch.cancellable() as cancel:
+        loading = asyncio.ensure_future(create_engine(config))
     stopping = asyncio.ensure_future(stop.drain.wait())
     try:
         while True:
@@ -149,11 +169,25 @@ async def _load(
             if loading.done():
                 return loading.result()
             if stopping.done():
-                return None
+                cancel.set()
+                return await _stop_loading(loading)
     finally:
         stopping.cancel()
         loading.cancel()
-        await asyncio.wait((loading, stopping))
+        await asyncio.wait((loading, stopping), timeout=_ABANDON_S)
+
+
+async def _stop_loading(loading: asyncio.Future[DaemonEngine]) -> None:
+    """Waits a moment for a load that was asked to stop. Raises LoadAbandoned when it goes on."""
+    await asyncio.wait((loading,), timeout=_ABANDON_S)
+    if not loading.done():
+        log.info("load_abandoned")
+        raise LoadAbandoned
+    error = loading.exception()
+    if error is None:
+        await loading.result().close()
+    else:
+        log.info("load_stopped", error=str(error))
 
 
 async def _run(
@@ -175,10 +209,13 @@ async def _run(
         stack.push_async_callback(engine_stack.aclose)
         addresses = [address_of(listener) for listener in listeners]
         print(plan_text(engine.info, addresses, control=[address_of(listener) for listener in admin]), flush=True)
+        if engine.info.acceptance in LOSSY_ACCEPTANCE:
+            log.warning("lossy_acceptance", acceptance=engine.info.acceptance, advice="exact and ratio are lossless")
         log.info("became_ready", model=engine.info.model, drafter=engine.info.drafter, addresses=addresses)
         _notify(notifier, "READY=1")
         failed = await _watch(engine, notifier, stop)
         finished = not failed and await _drain(engine, notifier, stop)
+        failed = failed or engine.stats().state is EngineState.FAILED  # while it drained
     return _report(engine.stats(), failed=failed, finished=finished)
 
 
@@ -244,12 +281,13 @@ def _report(stats: EngineStats, *, failed: bool, finished: bool) -> int:
 def plan_text(info: EngineInfo, addresses: list[str], *, control: list[str]) -> str:
     """What is served, for people: printed once at start and by `specd check`."""
     drafter = "none" if info.drafter == "none" else f"{info.drafter}, at most {info.max_draft} drafts a step"
+    acceptance = info.acceptance + (" (lossy)" if info.acceptance in LOSSY_ACCEPTANCE else "")
     rows = {
         "model": f"{info.model}, {info.weight_bytes / 1e6:,.1f} MB of weights, {info.dtype}",
         "served as": ", ".join(info.served_names),
         "context": f"{info.max_len:,} tokens",
         "kv cache": f"{info.kv_tokens:,} tokens in pages of {info.page_size}, {info.max_running} requests at once",
-        "drafter": f"{drafter}, acceptance {info.acceptance}",
+        "drafter": f"{drafter}, acceptance {acceptance}",
         "address": ", ".join(addresses) or "none: nothing listens",
         "control": ", ".join(control) or "none",
     }

@@ -1,6 +1,6 @@
 """From token ids to text that can be sent: whole characters only, and nothing that may still become a stop string.
 
-Both classes are incremental and forget nothing they need: any grouping of the same tokens gives the same text.
+Both are incremental and forget nothing they need: any grouping of the same tokens gives the same text.
 """
 
 from __future__ import annotations
@@ -30,6 +30,25 @@ class TokenBytes(Protocol):
     def leading_space(self) -> LeadingSpace: ...
 
     def token_bytes(self, token_id: int) -> bytes: ...
+
+
+class SizedTokenBytes(TokenBytes, Protocol):
+    """A tokenizer that raises for ids from `vocab_size` on."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+
+class PaddedTokens:
+    """Bytes of every id that a model can emit: a head may be padded past the vocabulary, and padding has no text."""
+
+    def __init__(self, tokenizer: SizedTokenBytes) -> None:
+        self._tokenizer = tokenizer
+        self.special_ids = tokenizer.special_ids
+        self.leading_space = tokenizer.leading_space
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return self._tokenizer.token_bytes(token_id) if token_id < self._tokenizer.vocab_size else b""
 
 
 class Detokenizer:

@@ -22,7 +22,7 @@ from specd.pipeline.counters import Counters
 from specd.pipeline.loop import Pipeline
 from specd.proposers.ngram import NgramProposer
 from specd.request import FinishReason, Request, SequenceDelta
-from specd.selfcheck import warm_up
+from specd.selfcheck import self_check, warm_up
 from specd.sequence import Phase, Sequence
 from specd.status import EngineInfo, EngineState, EngineStats, RequestStatus
 from specd.text import Detokenizer, Tokenizer
@@ -47,7 +47,7 @@ class TokenStream(AsyncIterator[SequenceDelta]):
         return self
 
     async def __anext__(self) -> SequenceDelta:
-        if self._unread == 0:
+        if self._unread <= 0:
             raise StopAsyncIteration
         try:
             delta = await self._queue.get()
@@ -129,8 +129,12 @@ class Engine:
         try:
             engine._state = EngineState.READY
             if warm:
-                check = parts.config.speculation.self_check
-                await warm_up(engine.submit, engine.info, engine.tokenizer, self_check=check)
+                submit, info, tokenizer = engine.submit, engine.info, engine.tokenizer
+                with parts.scheduler.pinned(min(2, info.max_draft)):
+                    await warm_up(submit, info, tokenizer)
+                if parts.config.speculation.self_check and info.max_draft:
+                    with parts.scheduler.pinned(info.max_draft, pad=False):
+                        await self_check(submit, info, tokenizer)
                 engine.reset_counters()
         except BaseException:
             await engine.close()
@@ -317,6 +321,8 @@ class Engine:
             requests_failed=self._failed,
             requests_aborted=self._aborted,
             requests_finished=self._finished,
+            failed_drafts=counters.failed_drafts,
+            failed_refills=counters.failed_refills,
         )
 
     def requests(self) -> list[RequestStatus]:

@@ -36,11 +36,11 @@ class BlockKeys:
             block = tokens[end - size : end]
             link = self._hash(self._chain[-1], struct.pack(f"<{size}i", *block))
             self._chain.append(link)
-            self._keys.append(self._hash(link, struct.pack("<i", tokens[end])) if self._lookahead else link)
+            self._keys.append(self._hash(link, struct.pack("<i", tokens[end]), b"ahead") if self._lookahead else link)
         return self._keys
 
-    def _hash(self, parent: bytes, data: bytes) -> bytes:
-        return hashlib.blake2b(parent + data, key=self._secret, digest_size=16).digest()
+    def _hash(self, parent: bytes, data: bytes, kind: bytes = b"link") -> bytes:
+        return hashlib.blake2b(parent + data, key=self._secret, digest_size=16, person=kind).digest()
 
 
 @dataclasses.dataclass(slots=True)
@@ -113,6 +113,14 @@ class PagePool:
             self._index[key] = page
             self._pages[page].key = key
 
+    def unpublish(self, pages: Sequence[int]) -> None:
+        """Nobody finds these owned pages any more: what they hold is in doubt."""
+        for page in pages:
+            record = self._pages[page]
+            if record.key is not None:
+                del self._index[record.key]
+                record.key, record.drafter_len = None, 0
+
     def raise_drafter_len(self, page: int, length: int) -> None:
         """The page's first `length` slots hold valid drafter KV (clipped to the page; a mark never sinks here)."""
         record = self._pages[page]
@@ -141,7 +149,7 @@ class PagePool:
             self._free.append(self._evict())
 
     def check(self) -> None:
-        """Raises AssertionError when free, cached and owned pages do not add up. For tests and `specd ctl`."""
+        """Raises AssertionError when free, cached and owned pages do not add up. For tests."""
         owned = {i for i, page in enumerate(self._pages) if page.refs > 0}
         free, cached = set(self._free), set(self._cached)
         assert len(free) == len(self._free), "a page is free twice"

@@ -8,6 +8,8 @@ from typing import Literal
 
 from specd.errors import SpecdError
 
+_LEAST_TEMPERATURE = 1e-5  # below it logits / temperature leaves fp32; vLLM's limit, and greedy for any model
+
 
 class FinishReason(enum.StrEnum):
     """Why a sequence ended, in OpenAI's words where there is one."""
@@ -42,7 +44,7 @@ class SamplingParams:
 
     max_tokens: int
     seed: int  # always resolved: a random one is drawn at the edge when the client gave none
-    temperature: float = 1.0  # 0 = greedy
+    temperature: float = 1.0  # 0, or next to it, is greedy
     top_k: int = 0  # 0 = off
     top_p: float = 1.0  # 0 behaves as argmax
     min_p: float = 0.0
@@ -62,7 +64,8 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        return self.temperature == 0.0
+        """Whether only the most likely token can be drawn (ties: the lowest id). All of specd asks here."""
+        return self.temperature < _LEAST_TEMPERATURE or self.top_k == 1 or self.top_p == 0.0
 
     @property
     def penalised(self) -> bool:
@@ -124,8 +127,9 @@ class SequenceStats:
 class SequenceDelta:
     """What one step added to one choice. `text` lags `token_ids` while a character or a stop string is incomplete.
 
-    The concatenation of `token_ids`, `text`, `logprobs`, `origins` over all deltas does not depend on how tokens were
-    grouped into steps. Exactly one delta per choice has a `finish_reason`; it is the last.
+    The concatenation of `token_ids`, `text` and `logprobs` over all deltas does not depend on how tokens were grouped
+    into steps. `origins` tells that grouping: who proposed a token, in which step, and where in the step's block it
+    stood. Exactly one delta per choice has a `finish_reason`; it is the last.
     """
 
     request_id: str

@@ -19,27 +19,32 @@ _TEXT = "The quick brown fox jumps over the lazy dog. The quick brown fox jumps 
 _TOKENS = 32
 
 
-async def warm_up(submit: Submit, info: EngineInfo, tokenizer: Tokenizer, *, self_check: bool) -> None:
-    """Generates a few tokens greedily. Raises EngineError when they do not come."""
-    prompt = tokenizer.encode(_TEXT) or [0]
-    prompt = prompt[: max(1, info.max_len // 2)]
-    count = _TOKENS if self_check and info.max_draft else 4
-    last = await _generate(submit, tuple(prompt), min(count, info.max_len - len(prompt)))
+async def warm_up(submit: Submit, info: EngineInfo, tokenizer: Tokenizer) -> None:
+    """Generates a few tokens greedily, so that every stage has run. Raises EngineError when they do not come."""
+    last = await _generate(submit, info, tokenizer, 4)
     if last.stats is None or last.error is not None:
         raise EngineError(f"the first tokens could not be computed: {last.error or last.finish_reason}")
-    if self_check and info.max_draft:
-        stats = last.stats
-        log.info(
-            "drafter_checked",
-            drafter=info.drafter,
-            tokens=stats.completion_tokens,
-            drafted=stats.num_draft_tokens,
-            accepted=stats.num_accepted_tokens,
-        )
+    if info.max_draft and info.max_len > 8 and last.stats.num_draft_tokens == 0:
+        raise EngineError(f"the drafter {info.drafter} proposed nothing for the first tokens")
 
 
-async def _generate(submit: Submit, prompt: tuple[int, ...], max_tokens: int) -> SequenceDelta:
+async def self_check(submit: Submit, info: EngineInfo, tokenizer: Tokenizer) -> None:
+    """Reports what the drafter's guesses are worth: acceptance over 32 tokens."""
+    stats = (await _generate(submit, info, tokenizer, _TOKENS)).stats
+    assert stats is not None
+    log.info(
+        "drafter_checked",
+        drafter=info.drafter,
+        tokens=stats.completion_tokens,
+        drafted=stats.num_draft_tokens,
+        accepted=stats.num_accepted_tokens,
+    )
+
+
+async def _generate(submit: Submit, info: EngineInfo, tokenizer: Tokenizer, max_tokens: int) -> SequenceDelta:
+    prompt = (tokenizer.encode(_TEXT) or [0])[: max(1, info.max_len // 2)]
+    max_tokens = min(max_tokens, info.max_len - len(prompt))
     params = SamplingParams(max_tokens=max_tokens, seed=0, temperature=0.0, ignore_eos=True)
-    request = Request("specd-warm-up", prompt, params, arrival_s=time.monotonic())
+    request = Request("specd-warm-up", tuple(prompt), params, arrival_s=time.monotonic())
     deltas = [delta async for delta in submit(request)]
     return deltas[-1]

@@ -11,9 +11,12 @@ import dataclasses
 import enum
 import time
 
+import numpy as np
+
 from specd.pages import BlockKeys
 from specd.proposers.base import Proposer
 from specd.request import Request, SamplingParams, SequenceStats
+from specd.step import I32
 from specd.text import Detokenizer, StopMatcher
 
 
@@ -74,6 +77,7 @@ class Sequence:
         self.proposer = proposer
         if proposer is not None:
             proposer.extend(self.tokens)
+        self._prompt_ids: I32 | None = None
         self.output_counts: collections.Counter[int] = collections.Counter()
 
         self.phase = Phase.WAITING
@@ -82,6 +86,7 @@ class Sequence:
         self.num_published = 0  # leading blocks handed to the prefix index
         self.num_computed = 0  # leading tokens whose target KV is final
         self.drafter_len = 0  # leading slots with valid drafter KV
+        self.num_marked = 0  # leading blocks whose pages are known to hold drafter KV throughout
         self.carry_valid = False  # the carry of `slot` follows the newest token
         self.draft_len = 0  # drafts of the latest step
         self.abort_requested = False
@@ -99,6 +104,12 @@ class Sequence:
     @property
     def num_output(self) -> int:
         return len(self.tokens) - self.num_prompt
+
+    def prompt_ids(self) -> I32:
+        """Distinct ids of the prompt, computed once."""
+        if self._prompt_ids is None:
+            self._prompt_ids = np.unique(np.asarray(self.request.prompt_ids, np.int32))
+        return self._prompt_ids
 
     @property
     def decoding(self) -> bool:

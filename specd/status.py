@@ -64,6 +64,8 @@ class EngineStats:
     requests_failed: int = 0
     requests_aborted: int = 0
     requests_finished: int = 0
+    failed_drafts: int = 0  # steps whose drafter failed: they went on without drafts
+    failed_refills: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -52,6 +52,14 @@ _ORIGINS = {
 }
 
 
+class Refill(enum.IntEnum):
+    """How far the drafter catches up on a row after verify."""
+
+    NONE = 0  # it does not follow this row
+    NEWEST = 1  # everything it lacks and the tokens that this step emits; its carry is valid afterwards
+    KNOWN = 2  # the given tokens only: a prompt chunk, or a part of a long catch-up
+
+
 class Topology(enum.StrEnum):
     CHAIN = "chain"
     TREE = "tree"
@@ -122,7 +130,7 @@ class StepPlan:
     next_prompt_tokens: I32  # [B] token after the known ones that the drafter gets, -1 when it is emitted by this step
     emits: I32  # [B] 1 when the row's last known token is the newest one: it samples
     drafter_lens: I32  # [B] leading slots that hold valid drafter KV before the step
-    refills: I32  # [B] 1 when the drafter catches up this row after verify
+    refills: I32  # [B] Refill
     refill_indptr: I32  # [B + 1]
     refill_tokens: I32  # known tokens the drafter lacks: tokens[drafter_len : num_computed + num_known]
     sampling: tuple[RowSampling | None, ...] = ()  # [B], not packed: rank 0 alone samples
@@ -246,7 +254,7 @@ class StepStats:
     num_draft_steps: int  # forwards of the drafter before verify
     num_accepted: int
     num_emitted: int
-    num_refill_tokens: int  # of the refill that ran before this step's report
+    num_refill_rows: int  # of the refill that ran before this step's report
     verify_s: float  # computing: verify and accept
     draft_s: float  # computing: the drafter's forwards before verify
     refill_s: float  # computing: the refill of the step before

@@ -7,6 +7,7 @@ S slots, P page ids.
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,6 +37,7 @@ class BatchInfo:
     kv_indptr_cpu: I32  # [B + 1]
     kv_indices_cpu: I32  # [P]
     page_size: int
+    attention: Any = None  # what the model planned for this batch (`Model.prepare`); None: it plans in its forward
     tree: TokenTree | None = None  # see `with_tree`: the N query rows of every row are the nodes of its tree
 
     @property

@@ -17,11 +17,11 @@ from typing import Any
 import tokenizers
 from tokenizers.pre_tokenizers import ByteLevel
 
-from specd.detokenizer import Detokenizer, LeadingSpace, StopMatcher
+from specd.detokenizer import Detokenizer, LeadingSpace, PaddedTokens, StopMatcher
 from specd.errors import ModelError, RequestError
 from specd.pretokenizer import TURN_ENDS, build_backend, select
 
-__all__ = ["Detokenizer", "LeadingSpace", "RenderedChat", "StopMatcher", "Tokenizer", "compile_any"]
+__all__ = ["Detokenizer", "LeadingSpace", "PaddedTokens", "RenderedChat", "StopMatcher", "Tokenizer", "compile_any"]
 
 _UNDERLINE = "\u2581"  # SentencePiece's space
 

@@ -20,7 +20,7 @@ import torch
 from tokenizers import decoders, models
 from tokenizers.pre_tokenizers import ByteLevel
 
-from specd.assembly import Parts, build
+from specd.assembly import Parts, build, page_bytes
 from specd.config import Config, KVConfig, ModelConfig, SchedulerConfig, SpeculationConfig
 from specd.device import Device, chaos_device, cpu_device, inline_device
 from specd.drafters.base import Drafter
@@ -109,14 +109,11 @@ def make_parts(
     """num_slots: KV slots of the pool. `drafter` wins over `draft`, which is a name of `drafter_of`."""
     model = target or target_model()
     own = drafter or drafter_of(draft, model)
-    shape, cell = model.shape, model.dtype.itemsize
-    slot_bytes = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * cell
-    page_bytes = slot_bytes * page_size + (0 if own is None else own.kv_bytes_per_page(page_size))
     config = Config(
         model=ModelConfig(path="tiny", max_len=max_len),
         speculation=SpeculationConfig(draft=draft, draft_len=draft_len, self_check=False, **speculation),
         scheduler=SchedulerConfig(max_running=max_running, max_tokens=max_tokens, mixed=mixed),  # type: ignore[arg-type]
-        kv=KVConfig(memory=num_slots // page_size * page_bytes, page_size=page_size),
+        kv=KVConfig(memory=num_slots // page_size * page_bytes(model, own, page_size), page_size=page_size),
     )
     loaded = LoadedModel(
         model=model,  # type: ignore[arg-type]

@@ -101,6 +101,9 @@ class SuccessorModel:
         self._nan_on = nan_on
         self._lies = lies
 
+    def prepare(self, batch: BatchInfo) -> BatchInfo:
+        return batch
+
     def forward(
         self, tokens: torch.Tensor, batch: BatchInfo, kv: PagedKV, *, features: str | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -147,7 +150,6 @@ class HeadDrafter:
     """
 
     vocab_size = VOCAB
-    hidden_size: int | None = FEATURES
 
     def __init__(
         self,
@@ -164,6 +166,9 @@ class HeadDrafter:
         self._data = torch.zeros(0)
         self._page_size = 0
 
+    def make_carry(self, num_slots: int) -> DraftState:
+        return DraftState(torch.zeros((num_slots, VOCAB)), torch.zeros((num_slots, FEATURES)))
+
     def kv_bytes_per_page(self, page_size: int) -> int:
         return (FEATURES + 1) * 4 * page_size
 
@@ -171,10 +176,10 @@ class HeadDrafter:
         self._page_size = page_size
         self._data = torch.full((num_pages, page_size, FEATURES + 1), -1.0)
 
-    def extend(self, tokens: torch.Tensor, hidden: torch.Tensor | None, batch: BatchInfo) -> DraftState:
-        assert hidden is not None
-        self._write(batch, hidden, tokens)
-        return self._predict(hidden, tokens)
+    def extend(self, tokens: torch.Tensor, state: DraftState, batch: BatchInfo) -> DraftState:
+        assert state.hidden is not None
+        self._write(batch, state.hidden, tokens)
+        return self._predict(state.hidden, tokens)
 
     def refill(
         self, tokens: torch.Tensor, features: torch.Tensor | None, batch: BatchInfo, last_rows: torch.Tensor
@@ -217,8 +222,13 @@ class MatrixHead:
             name="head", max_depth=4, refill_mode=RefillMode.PADDED, shifted=True, features="last", leader_only=False
         )
         self.vocab_size = vocab_size
-        self.hidden_size: int | None = hidden_size
         self._weight = torch.zeros((vocab_size, hidden_size), device=device)
+
+    def make_carry(self, num_slots: int) -> DraftState:
+        width = self._weight.shape[1]
+        return DraftState(
+            self._weight.new_zeros((num_slots, self.vocab_size)), self._weight.new_zeros((num_slots, width))
+        )
 
     def kv_bytes_per_page(self, page_size: int) -> int:
         return 0
@@ -226,16 +236,19 @@ class MatrixHead:
     def allocate(self, *, num_pages: int, page_size: int) -> None:
         return
 
-    def extend(self, tokens: torch.Tensor, hidden: torch.Tensor | None, batch: BatchInfo) -> DraftState:
-        assert hidden is not None
-        mixed = hidden + self._weight[tokens]
-        return DraftState(mixed @ self._weight.T, mixed)
+    def extend(self, tokens: torch.Tensor, state: DraftState, batch: BatchInfo) -> DraftState:
+        assert state.hidden is not None
+        return self._mix(tokens, state.hidden)
 
     def refill(
         self, tokens: torch.Tensor, features: torch.Tensor | None, batch: BatchInfo, last_rows: torch.Tensor
     ) -> DraftState:
         assert features is not None
-        return self.extend(tokens[last_rows], features.float()[last_rows], batch)
+        return self._mix(tokens[last_rows], features.float()[last_rows])
+
+    def _mix(self, tokens: torch.Tensor, hidden: torch.Tensor) -> DraftState:
+        mixed = hidden + self._weight[tokens]
+        return DraftState(mixed @ self._weight.T, mixed)
 
 
 @dataclasses.dataclass(slots=True)
@@ -253,10 +266,12 @@ class FailingDrafter:
     def __init__(self, inner: Drafter, failures: Failures) -> None:
         self.traits = inner.traits
         self.vocab_size = inner.vocab_size
-        self.hidden_size = inner.hidden_size
         self.num_extends = self.num_refills = 0
         self._inner = inner
         self._failures = failures
+
+    def make_carry(self, num_slots: int) -> DraftState:
+        return self._inner.make_carry(num_slots)
 
     def kv_bytes_per_page(self, page_size: int) -> int:
         return self._inner.kv_bytes_per_page(page_size)
@@ -264,12 +279,12 @@ class FailingDrafter:
     def allocate(self, *, num_pages: int, page_size: int) -> None:
         self._inner.allocate(num_pages=num_pages, page_size=page_size)
 
-    def extend(self, tokens: torch.Tensor, hidden: torch.Tensor | None, batch: BatchInfo) -> DraftState:
+    def extend(self, tokens: torch.Tensor, state: DraftState, batch: BatchInfo) -> DraftState:
         call, self.num_extends = self.num_extends, self.num_extends + 1
         if call in self._failures.extends:
-            self._inner.extend(torch.full_like(tokens, 3), hidden, batch)
+            self._inner.extend(torch.full_like(tokens, 3), state, batch)
             raise PoisonError(f"extend {call}")
-        return self._inner.extend(tokens, hidden, batch)
+        return self._inner.extend(tokens, state, batch)
 
     def refill(
         self, tokens: torch.Tensor, features: torch.Tensor | None, batch: BatchInfo, last_rows: torch.Tensor

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence as Items
 from typing import TYPE_CHECKING
 
-from specd.pipeline.plan import Refill, Row, ScheduledStep
+from specd.pipeline.plan import Row, ScheduledStep
 from specd.request import FinishReason
 from specd.sequence import Phase, Sequence
-from specd.step import DraftSource
+from specd.step import DraftSource, Refill
 
 if TYPE_CHECKING:
     from tests.schedule_world import World
@@ -80,7 +80,6 @@ def check(world: World) -> None:
     owned = [page for sequence in running for page in sequence.pages]
     for page in range(world.pool.num_pages):
         assert world.pool.refs(page) == owned.count(page), "a page's owners and its count disagree"
-        assert world.pool.refs(page) <= 1 or world.pool._pages[page].key is not None, "a shared page is private"
     slots = [sequence.slot for sequence in running] + world.scheduler._free_slots
     assert sorted(slots) == list(range(world.scheduler.limits.max_running))
     for sequence in waiting:
@@ -97,6 +96,8 @@ def _check_sequence(world: World, sequence: Sequence) -> None:
     assert 0 <= sequence.num_computed < len(tokens) < sequence.limit
     assert sequence.drafter_len <= sequence.num_computed + world.extra
     assert world.shown.get(id(sequence), tokens) == tokens, "the proposer was not shown every token"
+    for i, page in enumerate(sequence.pages):
+        assert world.pool.refs(page) == 1 or i < sequence.num_published, "a shared page was never published"
     slots = [sequence.pages[i // size] * size + i % size for i in range(len(sequence.pages) * size)]
     found = [world.target.get(slot) for slot in slots[: sequence.num_computed]]
     assert found == chain(tokens)[: sequence.num_computed], "target KV"

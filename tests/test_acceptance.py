@@ -1,7 +1,4 @@
-"""Acceptance through the real stage function: distributions with negative controls, equality, bookkeeping, faults.
-
-The toy world of the distribution tests: a target p(. | prefix) and a draft q(. | prefix) over V tokens, both tables.
-"""
+"""Acceptance through the real stage function: equality with plain decoding, bookkeeping, faults."""
 
 from __future__ import annotations
 
@@ -9,189 +6,19 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
+from typing import Literal
 
 import numpy as np
 import pytest
 import torch
-from scipy import stats
 
+from specd.config import SpeculationConfig
 from specd.sampling.batch import SamplingBatch, draft_batch, sampling_batch
-from specd.sampling.chain import ACCEPTANCE_RULES, LOSSY_RULES, AcceptanceSettings, accept, draw_draft
+from specd.sampling.chain import ACCEPTANCE_RULES, AcceptanceSettings, accept, draw_draft
 from specd.step import RowSampling, StepPlan
-from specd.tensors import Acceptance, BatchInfo, DraftTokens, TargetOutput
+from specd.tensors import BatchInfo, DraftTokens, TargetOutput
 from tests.sampling_plans import CPU, info_of, params, plan_of, row
-
-V = 6
-ALPHA = 1e-4
-NUM_ROWS = 20_000
-ROUNDS = 5  # 100,000 sequences per test, two steps each
-
-Tables = tuple[torch.Tensor, torch.Tensor]  # p [V + 1, V], q [V + 1, V]: by the last token, the last row for none
-
-
-# ---- the toy world
-
-
-def tables(kind: str, *, seed: int = 0) -> Tables:
-    rng = np.random.default_rng(seed)
-    p, q = rng.dirichlet(np.ones(V) * 0.8, V + 1), rng.dirichlet(np.ones(V) * 0.8, V + 1)
-    if kind == "zeros in p":
-        p[:, 1::3] = 0.0
-    elif kind == "zeros in q":
-        q[:, ::3] = 0.0
-    elif kind == "equal":
-        q = p.copy()
-    elif kind == "disjoint":
-        p[:, : V // 2], q[:, V // 2 :] = 0.0, 0.0
-    elif kind == "one-hot p":
-        p = np.eye(V)[rng.integers(0, V, V + 1)]
-    p, q = p / p.sum(-1, keepdims=True), q / q.sum(-1, keepdims=True)
-    return torch.from_numpy(p).float(), torch.from_numpy(q).float()
-
-
-KINDS = ["random", "zeros in p", "zeros in q", "equal", "disjoint", "one-hot p"]
-
-
-@functools.cache
-def world(num_drafts: int, rows: int = NUM_ROWS) -> tuple[StepPlan, BatchInfo, SamplingBatch, SamplingBatch]:
-    """Plan, info, target and draft batch of `rows` sampled rows; `reseeded` gives them new noise each round."""
-    plan = plan_of([row(params())] * rows, [num_drafts] * rows)
-    return plan, info_of(plan), sampling_batch(plan, V, CPU), draft_batch(plan, V, CPU)
-
-
-def reseeded(batch: SamplingBatch, round_: int, position: torch.Tensor) -> SamplingBatch:
-    seeds = torch.from_numpy(np.random.default_rng(round_).integers(-(2**63), 2**63, len(batch.num_drafts)))
-    return dataclasses.replace(batch, keys=seeds[batch.sequence], position=position[batch.sequence])
-
-
-def step(
-    p: torch.Tensor, q: torch.Tensor, last: torch.Tensor, position: torch.Tensor, *, num_drafts: int, round_: int,
-    rule: str, sampled: bool, settings: AcceptanceSettings,
-) -> Acceptance:  # fmt: skip
-    """One whole step of NUM_ROWS sequences whose newest tokens are `last` (V = none yet)."""
-    plan, info, base, draft_base = world(num_drafts)
-    target, drafting = (reseeded(batch, round_, position) for batch in (base, draft_base))
-    drafts, probs, logits, here = [], [], [p[last].log()], last
-    for j in range(num_drafts):
-        here, q_here = draw_draft(q[here].log(), drafting, j, rule=rule, sampled=sampled)
-        drafts.append(here)
-        if q_here is not None:
-            probs.append(q_here)
-        logits.append(p[here].log())
-    return accept(
-        TargetOutput(logits=torch.stack(logits, 1).flatten(0, 1)),
-        DraftTokens(
-            tokens=torch.stack(drafts, 1) if drafts else torch.empty((len(last), 0), dtype=torch.int64),
-            probs=torch.stack(probs, 1) if probs else None,
-        ),
-        plan, info, target, rule=rule, settings=settings,
-    )  # fmt: skip
-
-
-def first_two_tokens(
-    kind: str, *, num_drafts: int, rule: str, sampled: bool, settings: AcceptanceSettings | None = None
-) -> np.ndarray:
-    """Counts [V, V] of the first two emitted tokens over many sequences; a second step where one token came."""
-    p, q = tables(kind)
-    counts = np.zeros((V, V))
-    for round_ in range(ROUNDS):
-        run = functools.partial(
-            step, p, q, num_drafts=num_drafts, round_=round_, rule=rule, sampled=sampled,
-            settings=settings or AcceptanceSettings(),
-        )  # fmt: skip
-        start = torch.zeros(NUM_ROWS, dtype=torch.int64)
-        emitted = run(torch.full((NUM_ROWS,), V), start).tokens
-        first = emitted[:, 0]
-        second = emitted[:, 1] if num_drafts else torch.full_like(first, -1)
-        again = run(first, start + 1).tokens[:, 0]
-        np.add.at(counts, (first.numpy(), torch.where(second >= 0, second, again).numpy()), 1)
-    return counts
-
-
-def p_values(counts: np.ndarray, kind: str) -> tuple[float, float]:
-    """Of the first token against p_1, and of the first two against p_1 x p_2; 0 when something impossible came."""
-    p, _ = (table.double().numpy() for table in tables(kind))
-    joint = p[V][:, None] * p[:V]
-    return goodness(counts.sum(1), p[V]), goodness(counts.ravel(), joint.ravel())
-
-
-def goodness(counts: np.ndarray, probs: np.ndarray) -> float:
-    probs = probs / probs.sum()
-    if counts[probs <= 0].sum():
-        return 0.0
-    expected = probs * counts.sum()
-    large = expected >= 5
-    observed = [*counts[large], counts[~large].sum()]
-    wanted = [*expected[large], expected[~large].sum()]
-    cells = [(o, e) for o, e in zip(observed, wanted, strict=True) if e > 0]
-    if len(cells) < 2:
-        return 1.0
-    return float(stats.chisquare([o for o, _ in cells], [e for _, e in cells]).pvalue)
-
-
-# ---- distributions
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("rule", "sampled"), [("exact", True), ("exact", False), ("ratio", True), ("ratio", False)])
-def test_lossless_rules_have_the_targets_distribution(kind: str, rule: str, sampled: bool) -> None:
-    first, joint = p_values(first_two_tokens(kind, num_drafts=2, rule=rule, sampled=sampled), kind)
-    assert first > ALPHA
-    assert joint > ALPHA
-
-
-@pytest.mark.parametrize("rule", ["exact", "ratio"])
-@pytest.mark.parametrize("num_drafts", [0, 1])
-def test_plain_decoding_and_the_bonus_token(rule: str, num_drafts: int) -> None:
-    first, joint = p_values(first_two_tokens("random", num_drafts=num_drafts, rule=rule, sampled=True), "random")
-    assert first > ALPHA
-    assert joint > ALPHA
-
-
-NEGATIVE: list[tuple[str, bool, AcceptanceSettings]] = [
-    ("literal", False, AcceptanceSettings()),
-    ("threshold", True, AcceptanceSettings(threshold=0.1)),
-    ("threshold", False, AcceptanceSettings(threshold_score="prod", threshold=0.05)),
-    ("typical", True, AcceptanceSettings()),
-    ("typical", False, AcceptanceSettings()),
-]
-
-
-@pytest.mark.parametrize(("rule", "sampled", "settings"), NEGATIVE)
-def test_lossy_rules_fail_the_same_test(rule: str, sampled: bool, settings: AcceptanceSettings) -> None:
-    counts = first_two_tokens("random", num_drafts=2, rule=rule, sampled=sampled, settings=settings)
-    assert min(p_values(counts, "random")) < ALPHA
-    assert rule in LOSSY_RULES
-
-
-def test_the_trap_in_numbers() -> None:
-    """methods 1.2: p = (.5, .5), q = (.8, .2): read literally, token 0 comes with probability .625."""
-    plan, info, base, drafting = world(1)
-    p, q = (torch.tensor(x).log().expand(NUM_ROWS, 2) for x in ((0.5, 0.5), (0.8, 0.2)))
-    shares = {}
-    for rule in ("literal", "ratio", "exact"):
-        tokens, probs = draw_draft(q, drafting, 0, rule=rule, sampled=False)
-        batch = reseeded(base, 5, torch.zeros(NUM_ROWS, dtype=torch.int64))
-        drafts = DraftTokens(tokens=tokens[:, None], probs=None if probs is None else probs[:, None])
-        out = accept(TargetOutput(logits=p.repeat_interleave(2, 0)), drafts, plan, info, batch, rule=rule)
-        shares[rule] = float((out.tokens[:, 0] == 0).float().mean())
-    assert shares["literal"] == pytest.approx(0.625, abs=0.012)
-    assert shares["ratio"] == pytest.approx(0.5, abs=0.012)
-    assert shares["exact"] == pytest.approx(0.5, abs=0.012)
-
-
-def test_sampled_drafts_are_accepted_as_often_as_the_theory_says() -> None:
-    """ratio: 1 - TV(p, q), the optimum; exact: less, but far more than with argmax drafts on average."""
-    p, q = tables("random")
-    last, zeros = torch.full((NUM_ROWS,), V), torch.zeros(NUM_ROWS, dtype=torch.int64)
-    kept = {}
-    for rule in ("ratio", "exact"):
-        out = step(p, q, last, zeros, num_drafts=1, round_=0, rule=rule, sampled=True, settings=AcceptanceSettings())
-        kept[rule] = float(out.num_accepted.float().mean())
-    best = float(torch.minimum(p[V], q[V]).sum())
-    assert kept["ratio"] == pytest.approx(best, abs=0.015)
-    assert best / (2 - best) - 0.015 < kept["exact"] <= best + 0.015
-
+from tests.toy_world import ALPHA, goodness
 
 # ---- the match rule: equality
 
@@ -250,14 +77,6 @@ def test_exact_emits_what_plain_decoding_emits_whatever_is_proposed(index: int) 
     assert decode(dataclasses.replace(state, noise_key=(99, 0, 0)), steps=24, propose=guesses) != plain or index == 5
 
 
-def test_a_drawn_draft_of_the_same_distribution_is_always_kept() -> None:
-    """Under the match rule draft and target share their noise."""
-    p, _ = tables("random")
-    last, zeros = torch.full((NUM_ROWS,), V), torch.zeros(NUM_ROWS, dtype=torch.int64)
-    out = step(p, p, last, zeros, num_drafts=3, round_=2, rule="exact", sampled=True, settings=AcceptanceSettings())
-    assert bool((out.num_accepted == 3).all())
-
-
 # ---- bookkeeping
 
 
@@ -303,7 +122,8 @@ def test_a_step_in_which_nobody_emits() -> None:
 
 @pytest.mark.parametrize("rule", list(ACCEPTANCE_RULES))
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_missing_draft_never_matches(rule: str, temperature: float) -> None:
+@pytest.mark.parametrize("threshold", [0.0, 0.3])
+def test_a_missing_draft_never_matches(rule: str, temperature: float, threshold: float) -> None:
     """-1 inside num_drafts (a drafter that gave up), also where token 0 is the likely one."""
     plan = plan_of([row(params(temperature=temperature))], [2])
     logits = torch.full((3, 4), -50.0)
@@ -315,6 +135,7 @@ def test_a_missing_draft_never_matches(rule: str, temperature: float) -> None:
         info_of(plan),
         sampling_batch(plan, 4, CPU),
         rule=rule,
+        settings=AcceptanceSettings(threshold=threshold),
     )
     assert out.tokens.equal(torch.tensor([[0, -1, -1]]))
 
@@ -425,6 +246,63 @@ def test_a_row_whose_every_token_is_forbidden_fails() -> None:
     empty = DraftTokens(tokens=torch.empty(2, 0, dtype=torch.int64))
     out = accept(TargetOutput(logits=torch.zeros(2, 5)), empty, plan, info_of(plan), sampling_batch(plan, 5, CPU))
     assert out.failed.equal(torch.tensor([True, False]))
+
+
+def test_a_row_of_which_the_filters_leave_nothing_fails_alone() -> None:
+    """Finite logits are not enough: these leave fp32 when they are divided by the temperature."""
+    states = [row(params(temperature=t, top_p=0.9), choice=i) for i, t in enumerate((1e-5, 1.0, 0.0))]
+    plan = plan_of(states, [1, 1, 1])
+    logits = torch.zeros(6, 5)
+    logits[:, 3] = 60.0
+    logits[0, 3] = 1e35
+    drafts = DraftTokens(tokens=torch.full((3, 1), 3))
+    for rule in ACCEPTANCE_RULES:
+        out = accept(TargetOutput(logits=logits), drafts, plan, info_of(plan), sampling_batch(plan, 5, CPU), rule=rule)
+        assert out.failed.equal(torch.tensor([True, False, False]))
+        assert out.tokens.equal(torch.tensor([[-1, -1], [3, 3], [3, 3]]))
+
+
+@pytest.mark.parametrize("temperature", [1e-50, 1e-40, 9e-6])
+def test_a_temperature_next_to_nothing_is_greedy(temperature: float) -> None:
+    plan = plan_of([row(params(temperature=temperature)), row(params(temperature=1.0))], [0, 0])
+    empty = DraftTokens(tokens=torch.empty(2, 0, dtype=torch.int64))
+    logits = torch.zeros(2, 5)
+    logits[:, 3] = 60.0
+    out = accept(TargetOutput(logits=logits), empty, plan, info_of(plan), sampling_batch(plan, 5, CPU))
+    assert out.tokens.equal(torch.tensor([[3], [3]]))
+    assert not out.failed.any()
+
+
+def test_a_top_p_next_to_nothing_keeps_the_most_likely_token() -> None:
+    plan = plan_of([row(params(top_p=1e-50), choice=i) for i in range(20)], [0] * 20)
+    empty = DraftTokens(tokens=torch.empty(20, 0, dtype=torch.int64))
+    logits = torch.zeros(20, 5)
+    logits[:, 3] = 0.1
+    out = accept(TargetOutput(logits=logits), empty, plan, info_of(plan), sampling_batch(plan, 5, CPU))
+    assert out.tokens.equal(torch.full((20, 1), 3))
+    assert not out.failed.any()
+
+
+def test_the_rules_constants_are_the_configurations_defaults() -> None:
+    settings, config = AcceptanceSettings(), SpeculationConfig()
+    for field in dataclasses.fields(settings):
+        assert getattr(settings, field.name) == getattr(config, field.name)
+
+
+@pytest.mark.parametrize(("score", "kept"), [("min", 2), ("prod", 1)])
+def test_the_threshold_is_compared_with_the_score_that_was_chosen(score: Literal["min", "prod"], kept: int) -> None:
+    """Two drafts of probability 0.5 each: the least is 0.5, the product 0.25."""
+    plan = plan_of([row(params(seed=1))], [2])
+    out = accept(
+        TargetOutput(logits=torch.tensor([0.5, 0.5]).log().expand(3, 2)),
+        DraftTokens(tokens=torch.tensor([[0, 1]])),
+        plan,
+        info_of(plan),
+        sampling_batch(plan, 2, CPU),
+        rule="threshold",
+        settings=AcceptanceSettings(threshold=0.4, threshold_score=score),
+    )
+    assert int(out.num_accepted[0]) == kept
 
 
 def test_nan_that_a_mask_hides_still_fails() -> None:

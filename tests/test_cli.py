@@ -124,10 +124,12 @@ class FakeTokenizer:
     special_ids = frozenset({0})
     special_tokens = ("<end>",)
     leading_space = LeadingSpace.KEEP
+    vocab_size = 128
     bos_token, eos_token = "", "<end>"
     chat_template: str | None = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
 
     def token_bytes(self, token_id: int) -> bytes:
+        assert token_id < self.vocab_size
         return chr(token_id).encode()
 
     def encode(self, text: str) -> list[int]:
@@ -250,6 +252,15 @@ def test_colours_follow_origins() -> None:
     assert printer.text == "abc\0"
     assert "target 2" in printer.legend()
     assert "drafter 1" in printer.legend()
+
+
+def test_an_id_of_a_padded_head_has_no_text() -> None:
+    out = io.StringIO()
+    printer = TextPrinter(out, FakeTokenizer(), color=True)  # type: ignore[arg-type]
+    padding = SequenceDelta("r", 0, token_ids=(FakeTokenizer.vocab_size,), origins=((T, 0, 0),))
+    for item in (delta("a", T), padding, delta("b", T, finish=FinishReason.LENGTH)):
+        printer.push(item)
+    assert out.getvalue() == "ab"
 
 
 def test_without_colour_the_released_text_is_written() -> None:

@@ -112,6 +112,16 @@ def test_settings_that_contradict_each_other_are_refused() -> None:
             load_config(None, env={}, sets=sets)
 
 
+def test_a_fixed_draft_length_must_fit_into_a_step() -> None:
+    sets = ["speculation.draft_len=4", "scheduler.max_running=8", "scheduler.max_tokens=39"]
+    with pytest.raises(ConfigError) as failure:
+        load_config(None, env={}, sets=sets)
+    for word in ("draft_len = 4", "max_running = 8", "needs 40", "max_tokens = 39"):
+        assert word in str(failure.value)
+    for allowed in ("scheduler.max_tokens=40", "speculation.draft_len=adaptive", "speculation.draft=none"):
+        load_config(None, env={}, sets=[*sets, allowed])
+
+
 def test_errors_name_the_source(tmp_path: Path) -> None:
     file = write(tmp_path, "[server]\nport = 'x'\n")
     with pytest.raises(ConfigError, match=str(file)):

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specd.text import Detokenizer, StopMatcher, Tokenizer
+from specd.errors import RequestError
+from specd.text import Detokenizer, PaddedTokens, StopMatcher, Tokenizer
 from tests.test_text import MERGES, gguf_metadata
 
 
@@ -38,6 +39,15 @@ def test_special_tokens_are_skipped_on_request(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("hello<|im_end|>hello")
     assert tokenizer.decode(ids) == "hellohello"
     assert tokenizer.decode(ids, skip_special=False) == "hello<|im_end|>hello"
+
+
+def test_ids_past_the_vocabulary_have_no_text_when_the_head_is_padded(tokenizer: Tokenizer) -> None:
+    bare, padded = Detokenizer(tokenizer), Detokenizer(PaddedTokens(tokenizer))
+    with pytest.raises(RequestError):
+        bare.push(tokenizer.vocab_size)
+    ids = [*byte_ids(tokenizer, b"a"), tokenizer.vocab_size, *byte_ids(tokenizer, b"b")]
+    assert "".join(map(padded.push, ids)) == "ab"
+    assert padded.push(tokenizer.eos_ids[0]) == ""
 
 
 @given(st.lists(st.integers(0, 255 + len(MERGES) + 4), max_size=60), st.booleans())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import hashlib
 import os
@@ -30,10 +31,12 @@ ALIAS = fetch.Alias(
 
 # Stands in for pip: copies $PRETEND_WHEEL into the folder after -d, notes that it ran, or fails as pip does.
 PIP = """
-import os, pathlib, shutil, sys
+import os, shutil, sys, time
 with open(os.environ["PRETEND_RUNS"], "a") as runs:
     runs.write(" ".join(sys.argv[1:]) + "\\n")
 wheel = os.environ.get("PRETEND_WHEEL")
+if wheel == "never":
+    time.sleep(60)
 if not wheel:
     sys.stderr.write("WARNING: nothing\\nERROR: No matching distribution found for llm-pretend==1.0\\n")
     sys.exit(1)
@@ -212,6 +215,34 @@ def test_an_interrupt_ends_the_child(index: Index, monkeypatch: pytest.MonkeyPat
     with pytest.raises(KeyboardInterrupt):
         fetch.resolve("pretend")
     assert children[0].returncode is not None
+
+
+async def test_a_cancelled_download_ends_in_its_thread(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the daemon does it: the event is set on the loop, the download waits in a thread."""
+    monkeypatch.setenv("PRETEND_WHEEL", "never")
+    children = []
+    real = subprocess.Popen
+
+    def start(*args: Any, **options: Any) -> Any:
+        children.append(real(*args, **options))
+        return children[-1]
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    with fetch.cancellable() as cancel:
+        loading = asyncio.create_task(asyncio.to_thread(fetch.resolve, "pretend"))
+        async with asyncio.timeout(10):
+            while not index.runs:  # noqa: ASYNC110  another process's file
+                await asyncio.sleep(0.01)
+            cancel.set()
+            with pytest.raises(FetchError, match="interrupted"):
+                await loading
+        assert children[0].returncode is not None
+        with pytest.raises(FetchError, match="interrupted"):
+            await asyncio.to_thread(fetch.resolve, "pretend")  # nor is another one started
+    assert len(index.runs) == 1
+    assert [p.name for p in fetch.cache_folder().iterdir()] == [".pretend.lock"]
+    index.serve()
+    assert fetch.resolve("pretend").exists(), "what was cancelled is over"
 
 
 def test_files_and_folders_are_themselves(tmp_path: Path, index: Index) -> None:

@@ -113,7 +113,7 @@ def test_folders_saved_by_transformers_load(family: str, tmp_path: Path) -> None
 def test_bf16_is_close_to_fp32(tmp_path: Path) -> None:
     folder = write_hf_folder(tmp_path, config=tiny_config())
     tokens = tokens_of(20)
-    wide, narrow = (run_chunks(load(folder, dtype), tokens, [20]) for dtype in ("fp32", "bf16"))
+    wide, narrow = (run_chunks(load(folder, dtype), tokens, [20]) for dtype in ("float32", "bfloat16"))
     assert narrow.dtype == torch.bfloat16
     assert (narrow.float() - wide).abs().max() < 0.05 * wide.abs().max()
 

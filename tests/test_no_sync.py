@@ -30,12 +30,11 @@ from specd.kv import PagedFeatures, PagedKV
 from specd.models.llama import Llama
 from specd.pipeline.accept import accept_rows
 from specd.pipeline.draft import grow_chain
-from specd.pipeline.plan import Refill
-from specd.pipeline.refill import Missing, missing_tokens, refill_exact, refill_padded
+from specd.pipeline.refill import refill_exact, refill_padded
 from specd.pipeline.verify import VerifyBatch, forward, upload
 from specd.request import SamplingParams
 from specd.sampling.chain import AcceptanceSettings
-from specd.step import AcceptanceReport, DraftSource, RowSampling, StepPlan, indptr
+from specd.step import AcceptanceReport, DraftSource, Refill, RowSampling, StepPlan, indptr
 from specd.tensors import Acceptance, DraftState, DraftTokens, TargetOutput
 from tests.fakes import MatrixHead
 from tests.tiny import LLAMA3_ROPE, tiny_config, tiny_weights
@@ -301,17 +300,14 @@ def accept_stage(rig: Rig, rule: str, *, head: bool = False) -> tuple[StepPlan, 
 
 def exact_stage(rig: Rig, *, head: bool) -> DraftState:
     plan = make_plan(extra=0 if head else 1, refill=Refill.NEWEST)
-    missing: Missing = missing_tokens(plan, report_of(plan), shifted=head)
     drafter, features, width = (rig.head, rig.features, CONFIG.hidden_size) if head else (rig.drafter, None, None)
-    return refill_exact(drafter, features, plan, missing, rig.carry(width), rig.device)
+    return refill_exact(drafter, features, plan, report_of(plan), rig.carry(width), rig.device)
 
 
 def padded_stage(rig: Rig) -> DraftState:
     plan, batch, output, accepted = accept_stage(rig, "exact", head=True)
-    next_prompt = torch.from_numpy(plan.next_prompt_tokens.astype(np.int64)).to(rig.device, non_blocking=True)
-    emits = torch.from_numpy(plan.emits > 0).to(rig.device, non_blocking=True)
-    drafts = torch.full((plan.num_rows, plan.max_drafts), 4, device=rig.device)
-    return refill_padded(rig.head, batch, output, accepted, next_prompt, emits, drafts, rig.carry(CONFIG.hidden_size))
+    drafts = DraftTokens(torch.full((plan.num_rows, plan.max_drafts), 4, device=rig.device))
+    return refill_padded(rig.head, batch, output, accepted, plan, drafts, rig.carry(CONFIG.hidden_size))
 
 
 def aux_features(rig: Rig) -> torch.Tensor:

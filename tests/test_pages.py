@@ -157,6 +157,22 @@ def test_flush_forgets_what_nobody_owns() -> None:
     pool.check()
 
 
+def test_what_is_in_doubt_is_not_found_again() -> None:
+    pool = PagePool(num_pages=3, page_size=4)
+    pages, private = published(pool, [b"a", b"b"]), pool.allocate(1)
+    assert private is not None
+    assert pool.match([b"a"]) == pages[:1]
+    pool.raise_drafter_len(pages[0], 4)
+    pool.unpublish([*pages, *private])
+    assert pool.match([b"a", b"b"]) == []
+    assert pool.drafter_len(pages) == 0
+    pool.check()
+    for owned in (pages, pages[:1], private):
+        pool.release(owned)
+    assert (pool.num_free, pool.num_cached) == (3, 0)
+    pool.check()
+
+
 def test_without_a_prefix_cache_nothing_is_found() -> None:
     pool = PagePool(num_pages=1, page_size=4, prefix_cache=False)
     pages = published(pool, [b"a"])

@@ -39,7 +39,6 @@ async def test_greedy_tokens_are_transformers(draft: str, real_model_path: Path,
     cases = [real.reference()[name] for name in NAMES]
     draft = draft.replace("target", str(real_model_path))
     async with real.engine_of(real_model_path, draft, draft_len=K, max_running=len(cases)) as engine:
-        steps = engine.stats().steps
         outputs = await real.run(engine, [real.greedy(case, NUM_TOKENS) for case in cases])
         stats = engine.stats()
     found = real.splits(outputs, NUM_TOKENS)

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from specd.request import SamplingParams
-from specd.sampling.batch import draft_batch, sampling_batch
+from specd.sampling.batch import SamplingBatch, draft_batch, sampling_batch
 from specd.sampling.filters import mass_threshold
 from specd.sampling.logprobs import emitted_logprobs
 from specd.sampling.noise import Purpose
-from specd.sampling.process import draw, probabilities, process
+from specd.sampling.process import distribution, process
 from specd.step import RowSampling
 from specd.tensors import LogitMasks
 from tests.sampling_plans import CPU, advance, params, plan_of, row
@@ -50,6 +50,14 @@ CASES: dict[str, SamplingParams] = {
 
 def random_logits(rows: int, *, seed: int = 0, vocab_size: int = V) -> torch.Tensor:
     return torch.randn(rows, vocab_size, generator=torch.Generator().manual_seed(seed)) * 3
+
+
+def draw(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+    return distribution(logits, batch).draw(purpose=Purpose.TARGET)
+
+
+def probabilities(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+    return distribution(logits, batch).probabilities()
 
 
 def tokens(*rows: Sequence[int]) -> torch.Tensor:
@@ -178,7 +186,7 @@ def test_nan_stays_in_its_row() -> None:
     dirty = process(dirty_logits, drafts, batch)
     others = [i for i in range(len(states)) if i != 3]
     assert torch.equal(dirty[others], clean[others])
-    first, second = draw(dirty, batch, purpose=Purpose.TARGET), draw(clean, batch, purpose=Purpose.TARGET)
+    first, second = draw(dirty, batch), draw(clean, batch)
     assert torch.equal(first[others], second[others])
     assert 0 <= int(first[3]) < V
 
@@ -244,7 +252,7 @@ def test_ties_at_a_boundary_are_all_kept() -> None:
 
 def test_greedy_takes_the_lowest_id_among_equals() -> None:
     batch = sampling_batch(plan_of([row(params(temperature=0.0)), row(params(top_k=1))], [0, 0]), 5, CPU)
-    drawn = draw(torch.tensor([[0.0, 2.0, 1.0, 2.0, 2.0]] * 2), batch, purpose=Purpose.TARGET)
+    drawn = draw(torch.tensor([[0.0, 2.0, 1.0, 2.0, 2.0]] * 2), batch)
     assert drawn.equal(torch.tensor([1, 1]))
 
 
@@ -284,11 +292,11 @@ def test_a_draft_row_draws_what_plain_decoding_draws_later() -> None:
     state = row(params(seed=77), prompt=PROMPT, output=OUTPUT)
     logits = random_logits(5, seed=3) * 0.1
     batch = sampling_batch(plan_of([state], [4]), V, CPU)
-    drawn = draw(logits, batch, purpose=Purpose.TARGET)
+    drawn = draw(logits, batch)
     for i in range(5):
         later = sampling_batch(plan_of([advance(state, PROMPT, [*OUTPUT, *DRAFTS[:i]])], [0]), V, CPU)
-        assert int(draw(logits[i : i + 1], later, purpose=Purpose.TARGET)) == int(drawn[i])
-    shifted = draw(logits, draft_batch(plan_of([state], [4]), V, CPU, rows=[0] * 5), purpose=Purpose.TARGET)
+        assert int(draw(logits[i : i + 1], later)) == int(drawn[i])
+    shifted = draw(logits, draft_batch(plan_of([state], [4]), V, CPU, rows=[0] * 5))
     assert not torch.equal(shifted, drawn)  # the same position five times
 
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import pytest
 
 from specd.errors import EngineError
-from specd.pipeline.plan import Refill
 from specd.request import FinishReason
 from specd.sequence import Phase
-from specd.step import DraftSource, DraftTraits
+from specd.step import DraftSource, DraftTraits, Refill
 from tests.schedule_checks import check, reason, row_of, run_until_decoding, steps_of
 from tests.schedule_world import EXACT_HEAD, LM, PROMPT, Faults, World
 
@@ -92,7 +92,63 @@ def test_whether_decode_rows_speculate_beside_a_prompt(mixed: str) -> None:
     world.run()
 
 
+def test_drafts_that_pay_do_not_hold_up_prompts() -> None:
+    """Three rows want more drafts than fit: a quarter of what they leave is kept for the prompt."""
+    world = World(max_tokens=15, traits=LM, length=8, max_len=100)
+    for number in range(3):
+        world.add([number], max_tokens=90)
+    world.accuracy = 0.0
+    while not (len(world.scheduler.running) == 3 and all(s.carry_valid for s in world.scheduler.running)):
+        assert world.step()
+    (late,) = world.add(PROMPT[:9], max_tokens=2)
+    world.step()
+    while not late.num_output:
+        assert row_of(world.scheduled, late).num_known == 3
+        assert world.scheduled is not None
+        assert world.scheduled.plan.num_tokens == 15
+        world.step()
+    world.run()
+
+
+def test_a_row_carries_what_its_next_token_depends_on() -> None:
+    world = World(length=0)
+    (sequence,) = world.add(PROMPT[:5], max_tokens=9, n=1)
+    params = dataclasses.replace(
+        sequence.sampling, presence_penalty=1.0, repetition_penalty=1.1, seed=77, bad_words_ids=((1, 2, 3),)
+    )
+    sequence.request = dataclasses.replace(sequence.request, sampling=params, prompt_index=2)
+    run_until_decoding(world, sequence)
+    world.step()
+    assert world.scheduled is not None
+    (state,) = world.scheduled.plan.sampling
+    said = sequence.tokens[5:]
+    assert state is not None
+    assert (state.position, state.num_output) == (len(sequence.tokens), len(said)) == (7, 2)
+    assert state.noise_key == (77, 2, 0), "seed, prompt, choice"
+    assert state.tail == tuple(sequence.tokens[-2:])
+    assert state.prompt_ids is not None
+    assert state.prompt_ids.tolist() == sorted(set(PROMPT[:5]))
+    assert state.output_ids is not None
+    assert state.output_counts is not None
+    counts = dict(zip(state.output_ids.tolist(), state.output_counts.tolist(), strict=True))
+    assert counts == {token: said.count(token) for token in said}
+    world.step()
+    assert sum(state.output_counts.tolist()) == 2, "a snapshot"
+
+
 # Drafts
+
+
+def test_a_length_can_be_pinned_for_a_while() -> None:
+    world = World(traits=LM, length=6)
+    (sequence,) = world.add(PROMPT[:3], max_tokens=40)
+    run_until_decoding(world, sequence)
+    with world.scheduler.pinned(2):
+        world.step()
+        assert row_of(world.scheduled, sequence).num_drafts == 2
+    world.step()
+    assert row_of(world.scheduled, sequence).num_drafts == 6
+    world.run()
 
 
 def test_drafts_end_where_the_sequence_ends() -> None:
@@ -242,7 +298,7 @@ def test_a_choice_does_not_wait_for_one_that_failed() -> None:
     world.step()
     world.step(Faults(nan=1.0))
     assert isinstance(world.deltas[id(first)][-1].error, EngineError)
-    assert world.pool.num_cached == 0, "what a failed row computed is not published"
+    assert second.num_cached == 0, "what a failed row computed is not found by others"
     world.run()
     assert reason(world, second) is FinishReason.LENGTH
 

@@ -7,9 +7,8 @@ import dataclasses
 import pytest
 
 from specd.pipeline.draft_length import FixedLength
-from specd.pipeline.plan import Refill
 from specd.sequence import Sequence
-from specd.step import DraftTraits
+from specd.step import DraftTraits, Refill
 from tests.schedule_checks import row_of, run_until_decoding, steps_of
 from tests.schedule_world import EXACT_HEAD, LM, PADDED_HEAD, PROMPT, Faults, World
 

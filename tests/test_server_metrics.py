@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.fake_engine import FakeEngine, Script
@@ -35,6 +36,22 @@ async def test_speculation_counters_exist_at_zero() -> None:
     assert not [name for name, _ in samples if name.endswith("_created")]
 
 
+@pytest.mark.parametrize(
+    ("drafter", "sources"),
+    [("ngram", {"ngram"}), ("lm:draft", {"drafter"}), ("layers:4", {"drafter"}), ("none", set())],
+)
+async def test_sources_exist_before_anybody_has_drafted(drafter: str, sources: set[str]) -> None:
+    engine = FakeEngine(drafter=drafter)
+    engine.snapshot = dataclasses.replace(engine.snapshot, drafts={}, draft_tokens={}, accepted_tokens={})
+    async with serve(engine) as client:
+        samples = await scrape(client)
+    for name in ("drafts", "draft_tokens", "accepted_tokens"):
+        found = {
+            dict(labels)["source"]: n for (series, labels), n in samples.items() if series == f"specd_spec_{name}_total"
+        }
+        assert found == dict.fromkeys(sources, 0)
+
+
 async def test_a_load_tool_s_parser_finds_the_counters() -> None:
     """Lines that begin with vllm:spec_decode, end in a number, and name the position in quotes."""
     async with serve(FakeEngine()) as client:
@@ -60,6 +77,8 @@ async def test_values_come_from_the_engine() -> None:
         pages_free=64,
         pages_cached=16,
         waiting=3,
+        failed_drafts=2,
+        failed_refills=1,
     )
     async with serve(engine) as client:
         samples = await scrape(client)
@@ -74,6 +93,8 @@ async def test_values_come_from_the_engine() -> None:
     assert samples[key("vllm:num_requests_waiting", **model)] == 3
     assert samples[key("vllm:prefix_cache_hits_total", **model)] == 40
     assert samples[key("specd_spec_accepted_tokens_total", source="ngram")] == 5
+    assert samples[key("specd_spec_failed_drafts_total")] == 2
+    assert samples[key("specd_spec_failed_refills_total")] == 1
     assert samples[key("specd_kv_pages", state="cached")] == 16
     assert samples[key("specd_engine_state", state="ready")] == 1
     assert samples[key("specd_engine_state", state="draining")] == 0

@@ -18,7 +18,7 @@ from specd.sampling.tree import TREE_RULES, TreeAcceptance, accept_tree, compact
 from specd.step import RowSampling, StepPlan, indptr
 from specd.tensors import DraftTokens, TargetOutput, TokenTree, batch_info
 from tests.sampling_plans import CPU, advance, info_of, params, plan_of, row
-from tests.test_acceptance import ALPHA, goodness, tables
+from tests.toy_world import ALPHA, goodness, tables
 
 V = 6
 # 0 is the root; 1, 2, 3 its children; 4, 5 below 1; 6 below 3; 7 below 4

@@ -6,7 +6,7 @@ import sys
 from typing import Literal, TextIO
 
 from specd.request import SequenceDelta, SequenceStats, TokenOrigin
-from specd.text import Detokenizer, Tokenizer
+from specd.text import Detokenizer, PaddedTokens, Tokenizer
 
 _COLORS = {
     TokenOrigin.TARGET: "",  # the terminal's own colour: nothing was saved
@@ -35,7 +35,7 @@ class TextPrinter:
     def __init__(self, out: TextIO, tokenizer: Tokenizer, *, color: bool) -> None:
         self._out = out
         self._color = color
-        self._detokenizer = Detokenizer(tokenizer, True)
+        self._detokenizer = Detokenizer(PaddedTokens(tokenizer), True)
         self.text = ""  # everything released so far
         self._seen: dict[TokenOrigin, int] = {}
 

@@ -15,16 +15,19 @@ class Drafter(Protocol):
 
     traits: DraftTraits
     vocab_size: int  # width of its logits; never more than the target's
-    hidden_size: int | None  # width of the carried hidden state, None when nothing is carried
 
-    def extend(self, tokens: torch.Tensor, hidden: torch.Tensor | None, batch: BatchInfo) -> DraftState:
-        """One more draft token per row: tokens i64[B] at `batch.positions`, hidden [B, H] of the step before."""
+    def extend(self, tokens: torch.Tensor, state: DraftState, batch: BatchInfo) -> DraftState:
+        """One more draft token per row: tokens i64[B] at `batch.positions`, drawn from `state` (rows as in tokens)."""
         ...
 
     def refill(
         self, tokens: torch.Tensor, features: torch.Tensor | None, batch: BatchInfo, last_rows: torch.Tensor
     ) -> DraftState:
         """Catches up: tokens i64[T], features [T, F] for heads; gives the state of the packed rows last_rows i64[B]."""
+        ...
+
+    def make_carry(self, num_slots: int) -> DraftState:
+        """An empty carry, one row a slot."""
         ...
 
     def kv_bytes_per_page(self, page_size: int) -> int: ...

@@ -22,8 +22,6 @@ class LMDrafter:
     what it cannot say it never proposes.
     """
 
-    hidden_size: int | None = None
-
     def __init__(self, model: Model, *, name: str, vocab_size: int, max_depth: int, max_context: int | None) -> None:
         self.traits = DraftTraits(name=name, max_depth=max_depth, max_context=max_context)
         self.vocab_size = vocab_size
@@ -46,13 +44,16 @@ class LMDrafter:
             device=self._model.device,
         )
 
+    def make_carry(self, num_slots: int) -> DraftState:
+        return DraftState(logits=torch.zeros((num_slots, self.vocab_size), device=self._model.device))
+
     @property
     def kv(self) -> PagedKV:
         if self._kv is None:
             raise DraftError(f"drafter {self.traits.name}: allocate() was not called")
         return self._kv
 
-    def extend(self, tokens: torch.Tensor, hidden: torch.Tensor | None, batch: BatchInfo) -> DraftState:
+    def extend(self, tokens: torch.Tensor, state: DraftState, batch: BatchInfo) -> DraftState:
         out, _ = self._model.forward(tokens, batch, self.kv)
         return DraftState(logits=self._fit(self._model.logits(out)))
 

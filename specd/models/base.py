@@ -30,6 +30,10 @@ class Model(Protocol):
     dtype: torch.dtype
     device: torch.device
 
+    def prepare(self, batch: BatchInfo) -> BatchInfo:
+        """The batch with its attention planned: host work that needs no tokens, done while they are drafted."""
+        ...
+
     def forward(
         self, tokens: torch.Tensor, batch: BatchInfo, kv: PagedKV, *, features: str | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:

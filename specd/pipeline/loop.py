@@ -29,12 +29,12 @@ from specd.pipeline.refill import RefillStage
 from specd.pipeline.schedule import Scheduler
 from specd.pipeline.verify import VerifyBatch, VerifyStage
 from specd.request import SequenceDelta
-from specd.step import AcceptanceReport, StepPlan, StepStats
+from specd.step import AcceptanceReport, DraftSource, StepPlan, StepStats
 from specd.tensors import Acceptance, DraftState, DraftTokens, TargetOutput
 
 log = get_logger(__name__)
 
-MAX_REFILL_FAILURES = 3  # in a row; then the drafter is given up
+MAX_FAILURES = 3  # in a row; then the drafter is given up
 
 
 @dataclasses.dataclass(slots=True)
@@ -48,9 +48,7 @@ class Launched:
     accepted: Handle[Acceptance]
     report: Handle[AcceptanceReport]
     num_draft_steps: int
-    launched_s: float
     refill: Handle[DraftState] | None = None
-    num_refill_tokens: int = 0
 
     @property
     def plan(self) -> StepPlan:
@@ -73,9 +71,8 @@ class Pipeline:
         publish: Callable[[list[SequenceDelta]], None],
     ) -> None:
         self.scheduler = scheduler
-        self.steps = 0
+        self._num_steps = 0
         self.last_step_s = time.monotonic()
-        self.last_stats: StepStats | None = None
         self._device = device
         self._draft = draft
         self._verify = verify
@@ -85,7 +82,7 @@ class Pipeline:
         self._carry = None if make_carry is None else ready(make_carry())
         self._publish = publish
         self._work = asyncio.Event()
-        self._refill_failures = 0
+        self._refill_failures = self._draft_failures = 0
         self._last_report_s = 0.0
 
     def wake(self) -> None:
@@ -103,6 +100,7 @@ class Pipeline:
                 await self._work.wait()
                 self._work.clear()
                 self._last_report_s = time.perf_counter()
+                self.last_step_s = time.monotonic()  # being idle is no stall
                 deltas, scheduled = self._next_step([])
                 continue
             launched = self._launch(scheduled)
@@ -117,12 +115,11 @@ class Pipeline:
 
     def _launch(self, scheduled: ScheduledStep) -> Launched:
         plan = scheduled.plan
-        now = time.perf_counter()
         drafts, forwards = self._draft.launch(plan, self._carry)
         batch = self._verify.prepare(plan)
         output = self._verify.launch(plan, batch, drafts)
         accepted, report = self._accept.launch(plan, batch, drafts, output)
-        return Launched(scheduled, batch, drafts, output, accepted, report, forwards, now)
+        return Launched(scheduled, batch, drafts, output, accepted, report, forwards)
 
     async def _catch_up(self, launched: Launched, previous: Launched | None) -> None:
         """Launches the refill: at once, or when the report is there."""
@@ -131,9 +128,8 @@ class Pipeline:
         if not (launched.plan.refills > 0).any():
             return
         if self._refill.padded(launched.plan):
-            tokens = self._device.stream("refill").launch(_draft_ids, launched.drafts)
-            launched.refill, launched.num_refill_tokens = self._refill.launch_padded(
-                launched.plan, launched.batch, launched.output, launched.accepted, tokens, self._carry
+            launched.refill = self._refill.launch_padded(
+                launched.plan, launched.batch, launched.output, launched.accepted, launched.drafts, self._carry
             )
         else:
             try:
@@ -143,7 +139,7 @@ class Pipeline:
                 return
             if _refill_error(previous) is not None:
                 return
-            launched.refill, launched.num_refill_tokens = self._refill.launch_exact(launched.plan, report, self._carry)
+            launched.refill = self._refill.launch_exact(launched.plan, report, self._carry)
         self._carry = launched.refill
 
     async def _commit_and_schedule(
@@ -153,6 +149,8 @@ class Pipeline:
         self._measure(launched, previous, reports)
         with self._device.timeline.measure("schedule", launched.plan.step + 1):
             deltas = self.scheduler.apply(launched.scheduled, reports)
+            if whole:
+                self._check_drafts(launched, reports)
             self._check_refill(launched, previous, whole=whole)
             deltas, scheduled = self._next_step(deltas)
         if self._device.poison and previous is not None:
@@ -161,9 +159,9 @@ class Pipeline:
 
     def _next_step(self, deltas: list[SequenceDelta]) -> tuple[list[SequenceDelta], ScheduledStep | None]:
         deltas = deltas + self.scheduler.reap()
-        self.steps += 1
-        self.scheduler.counters.steps = self.steps
-        return deltas, self.scheduler.schedule(self.steps)
+        scheduled = self.scheduler.schedule(self._num_steps)
+        self._num_steps += scheduled is not None
+        return deltas, scheduled
 
     # ---------------------------------------------------------------- when a stage fails
 
@@ -176,7 +174,7 @@ class Pipeline:
             log.error("step_failed", step=launched.plan.step, rows=len(rows), error=repr(error))
             found = await self._isolate(launched.scheduled, rows, retry=launched.plan.max_drafts > 0)
             return [found[row] for row in rows], False
-        return _row_reports(launched.scheduled, rows, report, launched.plan), True
+        return _row_reports(launched.scheduled, rows, report), True
 
     async def _isolate(
         self, scheduled: ScheduledStep, rows: list[int], *, retry: bool
@@ -199,7 +197,7 @@ class Pipeline:
                 log.error("rows_failed", step=plan.step, rows=len(half), error=repr(error))
                 found |= await self._isolate(scheduled, half, retry=False)
             else:
-                found |= dict(zip(half, _row_reports(scheduled, half, report, plan), strict=True))
+                found |= dict(zip(half, _row_reports(scheduled, half, report), strict=True))
         return found
 
     def _check_refill(self, launched: Launched, previous: Launched | None, *, whole: bool) -> None:
@@ -215,11 +213,28 @@ class Pipeline:
             return
         self._refill_failures += 1
         self.scheduler.counters.failed_refills += 1
-        log.warning("refill_failed", step=launched.plan.step - 1, in_a_row=self._refill_failures, error=repr(error))
+        log.warning("refill_failed", in_a_row=self._refill_failures, error=repr(error))
         self._restart_drafter(launched)
-        if self._refill_failures >= MAX_REFILL_FAILURES:
-            log.error("drafter_given_up", failures=self._refill_failures)
-            self.scheduler.give_up_drafter()
+        if self._refill_failures >= MAX_FAILURES:
+            self._give_up_drafter(self._refill_failures)
+
+    def _check_drafts(self, launched: Launched, reports: list[RowReport | SpecdError]) -> None:
+        """Counts steps whose drafter failed. Its rows' drafts were all -1: they cost verify's time and no more."""
+        asked = launched.plan.sources == DraftSource.DRAFTER
+        if not asked.any() or self.scheduler.traits is None:
+            return
+        drafted = (isinstance(r, RowReport) and r.num_drafts > 0 for r, a in zip(reports, asked, strict=True) if a)
+        if any(drafted):
+            self._draft_failures = 0
+            return
+        self._draft_failures += 1
+        self.scheduler.counters.failed_drafts += 1
+        if self._draft_failures >= MAX_FAILURES:
+            self._give_up_drafter(self._draft_failures)
+
+    def _give_up_drafter(self, failures: int) -> None:
+        log.error("drafter_given_up", failures=failures)
+        self.scheduler.give_up_drafter()
 
     def _restart_drafter(self, launched: Launched) -> None:
         """Nothing the drafter has computed is used again, this step's refill included: it would not count as its own.
@@ -246,7 +261,9 @@ class Pipeline:
             num_draft_steps=launched.num_draft_steps,
             num_accepted=sum(report.num_accepted for report in good),
             num_emitted=sum(len(report.tokens) for report in good),
-            num_refill_tokens=0 if previous is None else previous.num_refill_tokens,
+            num_refill_rows=0
+            if previous is None or previous.refill is None
+            else int((previous.plan.refills > 0).sum()),
             verify_s=launched.output.duration_s + launched.accepted.duration_s,
             draft_s=launched.drafts.duration_s,
             refill_s=0.0 if previous is None or previous.refill is None else previous.refill.duration_s,
@@ -254,25 +271,20 @@ class Pipeline:
         )
         self._last_report_s = now
         self.last_step_s = time.monotonic()
-        self.last_stats = stats
+        self.scheduler.counters.steps += 1
         if len(good) == len(reports):
             self.scheduler.length.observe_step(stats)
 
 
-def _row_reports(
-    scheduled: ScheduledStep, rows: list[int], report: AcceptanceReport, plan: StepPlan
-) -> list[RowReport | SpecdError]:
-    """Rows of a report; `rows` are their indices in the scheduled step, `plan` is what was computed."""
+def _row_reports(scheduled: ScheduledStep, rows: list[int], report: AcceptanceReport) -> list[RowReport | SpecdError]:
+    """Rows of a report; `rows` are their indices in the scheduled step."""
     out: list[RowReport | SpecdError] = []
     for i, row in enumerate(rows):
         sequence = scheduled.rows[row].sequence
-        out.append(row_report(report, i, num_drafts=int(plan.num_drafts[i]), num_logprobs=sequence.sampling.logprobs))
+        drafted = int((report.drafts[i] >= 0).sum())  # fewer than planned when the drafter failed
+        out.append(row_report(report, i, num_drafts=drafted, num_logprobs=sequence.sampling.logprobs))
     return out
 
 
 def _refill_error(launched: Launched | None) -> BaseException | None:
     return None if launched is None or launched.refill is None else launched.refill.error()
-
-
-def _draft_ids(drafts: DraftTokens) -> torch.Tensor:
-    return drafts.tokens

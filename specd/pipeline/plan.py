@@ -8,15 +8,7 @@ from collections.abc import Sequence as Rows
 import numpy as np
 
 from specd.sequence import Sequence
-from specd.step import I32, DraftSource, RowSampling, StepPlan, indptr
-
-
-class Refill:
-    """Values of `StepPlan.refills`."""
-
-    NONE = 0  # the drafter does not follow this row
-    NEWEST = 1  # everything it lacks and the tokens that this step emits; its carry is valid afterwards
-    KNOWN = 2  # the given tokens only: a prompt chunk, or a part of a long catch-up
+from specd.step import I32, DraftSource, Refill, RowSampling, StepPlan, indptr
 
 
 @dataclasses.dataclass(slots=True)
@@ -29,7 +21,7 @@ class Row:
     source: DraftSource = DraftSource.NONE
     num_drafts: int = 0
     host_drafts: list[int] = dataclasses.field(default_factory=list)
-    refill: int = Refill.NONE
+    refill: Refill = Refill.NONE
     num_refill: int = 0  # known tokens the drafter gets, from sequence.drafter_len on
 
 
@@ -96,7 +88,7 @@ def row_sampling(sequence: Sequence) -> RowSampling:
         output_ids = _i32(sequence.output_counts.keys())
         output_counts = _i32(sequence.output_counts.values())
     if params.repetition_penalty != 1.0:
-        prompt_ids = np.unique(np.asarray(sequence.request.prompt_ids, np.int32))
+        prompt_ids = sequence.prompt_ids()
     longest = max((len(words) for words in params.bad_words_ids), default=0)
     return RowSampling(
         params=params,

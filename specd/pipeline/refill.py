@@ -19,10 +19,9 @@ import torch
 from specd.device import Device, Handle
 from specd.drafters.base import Drafter
 from specd.kv import PagedFeatures
-from specd.pipeline.plan import Refill
 from specd.pipeline.verify import VerifyBatch
-from specd.step import I32, AcceptanceReport, DraftSource, RefillMode, StepPlan, indptr
-from specd.tensors import Acceptance, DraftState, TargetOutput, batch_info
+from specd.step import I32, AcceptanceReport, DraftSource, Refill, RefillMode, StepPlan, indptr
+from specd.tensors import Acceptance, DraftState, DraftTokens, TargetOutput, batch_info
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -71,11 +70,12 @@ def refill_exact(
     drafter: Drafter,
     features: PagedFeatures | None,
     plan: StepPlan,
-    missing: Missing,
+    report: AcceptanceReport,
     carry: DraftState,
     device: torch.device,
 ) -> DraftState:
     """One ragged forward over the missing tokens; writes the drafter's KV and the carry."""
+    missing = missing_tokens(plan, report, shifted=drafter.traits.shifted)
     if not missing.rows:
         return carry
     query_lens = np.asarray([len(tokens) for tokens in missing.tokens], np.int32)
@@ -102,16 +102,18 @@ def refill_padded(
     batch: VerifyBatch,
     output: TargetOutput,
     accepted: Acceptance,
-    next_prompt: torch.Tensor,
-    emits: torch.Tensor,
-    drafts: torch.Tensor,
+    plan: StepPlan,
+    drafts: DraftTokens,
     carry: DraftState,
 ) -> DraftState:
-    """The head over the target's own batch, without a host wait. Shapes: next_prompt i64[B], emits bool[B]."""
+    """The head over the target's own batch, without a host wait."""
     info = batch.info
+    device = info.positions.device
+    next_prompt = torch.from_numpy(plan.next_prompt_tokens.astype(np.int64)).to(device, non_blocking=True)
+    emits = torch.from_numpy(plan.emits > 0).to(device, non_blocking=True)
     last_rows = torch.where(emits, accepted.last_row, info.qo_indptr[1:].long() - 1)
     inserted = torch.where(emits, accepted.next_token, next_prompt)
-    tokens = shift_left(verified_tokens(batch, drafts), last_rows, inserted)
+    tokens = shift_left(verified_tokens(batch, drafts.tokens), last_rows, inserted)
     state = drafter.refill(tokens, output.features, info, last_rows)
     # Rows in the middle of a prompt write their slot's carry too: the row that emits overwrites it before any draft.
     return write_carry(carry, info.slots, state)
@@ -157,23 +159,11 @@ class RefillStage:
         contiguous = plan.drafter_lens == plan.kv_lens - plan.query_lens
         return self._drafter.traits.refill_mode is RefillMode.PADDED and bool((contiguous & (plan.refills > 0)).all())
 
-    def launch_exact(
-        self, plan: StepPlan, report: AcceptanceReport, carry: Handle[DraftState]
-    ) -> tuple[Handle[DraftState], int]:
-        """The refill's handle and how many tokens it computes."""
-        missing = missing_tokens(plan, report, shifted=self._drafter.traits.shifted)
-        handle = self._stream.launch(
-            refill_exact,
-            self._drafter,
-            self._features,
-            plan,
-            missing,
-            carry,
-            self._device.torch_device,
-            stage="refill",
-            step=plan.step,
+    def launch_exact(self, plan: StepPlan, report: AcceptanceReport, carry: Handle[DraftState]) -> Handle[DraftState]:
+        device = self._device.torch_device
+        return self._stream.launch(
+            refill_exact, self._drafter, self._features, plan, report, carry, device, stage="refill", step=plan.step
         )
-        return handle, sum(len(tokens) for tokens in missing.tokens)
 
     def launch_padded(
         self,
@@ -181,23 +171,9 @@ class RefillStage:
         batch: Handle[VerifyBatch],
         output: Handle[TargetOutput],
         accepted: Handle[Acceptance],
-        drafts: Handle[torch.Tensor],
+        drafts: Handle[DraftTokens],
         carry: Handle[DraftState],
-    ) -> tuple[Handle[DraftState], int]:
-        device = self._device.torch_device
-        next_prompt = torch.from_numpy(plan.next_prompt_tokens.astype(np.int64)).to(device, non_blocking=True)
-        emits = torch.from_numpy(plan.emits > 0).to(device, non_blocking=True)
-        handle = self._stream.launch(
-            refill_padded,
-            self._drafter,
-            batch,
-            output,
-            accepted,
-            next_prompt,
-            emits,
-            drafts,
-            carry,
-            stage="refill",
-            step=plan.step,
+    ) -> Handle[DraftState]:
+        return self._stream.launch(
+            refill_padded, self._drafter, batch, output, accepted, plan, drafts, carry, stage="refill", step=plan.step
         )
-        return handle, plan.num_tokens

@@ -14,8 +14,10 @@ tokens again later. Its text does not change: noise is keyed by position.
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import time
+from collections.abc import Iterator
 from collections.abc import Sequence as Rows
 from typing import Literal
 
@@ -24,11 +26,11 @@ from specd.errors import EngineError, SpecdError
 from specd.log import get_logger
 from specd.pages import PagePool
 from specd.pipeline.counters import Counters
-from specd.pipeline.draft_length import DraftLength, DraftRequest
-from specd.pipeline.plan import Refill, Row, ScheduledStep, build_plan
-from specd.request import SequenceDelta
+from specd.pipeline.draft_length import DraftLength, DraftRequest, FixedLength
+from specd.pipeline.plan import Row, ScheduledStep, build_plan
+from specd.request import FinishReason, SequenceDelta
 from specd.sequence import Phase, Sequence
-from specd.step import DraftSource, DraftTraits
+from specd.step import DraftSource, DraftTraits, Refill
 
 log = get_logger(__name__)
 
@@ -93,6 +95,8 @@ class Scheduler:
                 continue
             deltas.append(delta)
             self.counters.ended(delta)
+            if delta.finish_reason is FinishReason.ERROR:
+                self.pool.unpublish(row.sequence.pages)  # an earlier chunk may hold what made it fail
             if delta.finish_reason is not None:
                 self._finish(row.sequence)
         return deltas
@@ -119,12 +123,22 @@ class Scheduler:
         """The drafter's KV is in doubt: every mark goes back to 0, nothing else happens."""
         self.pool.forget_drafter()
         for sequence in (*self.running, *(row.sequence for row in scheduled.rows)):
-            sequence.drafter_len = 0
+            sequence.drafter_len = sequence.num_marked = 0
             sequence.carry_valid = False
 
     def give_up_drafter(self) -> None:
         """The drafter keeps failing: from now on there is none."""
         self.traits = None
+
+    @contextlib.contextmanager
+    def pinned(self, length: int, *, pad: bool = True) -> Iterator[None]:
+        """Exactly `length` drafts a step while this lasts (without pad: as many of them as a proposer really has)."""
+        before = self.length, self.limits
+        self.length, self.limits = FixedLength(length), dataclasses.replace(self.limits, pad_proposals=pad)
+        try:
+            yield
+        finally:
+            self.length, self.limits = before
 
     # ---------------------------------------------------------------- one step
 
@@ -137,7 +151,7 @@ class Scheduler:
             if not prefills:
                 self._add_drafts(rows, budget)
         else:
-            budget -= self._add_drafts(rows, budget)
+            budget -= self._add_drafts(rows, budget - self._prompt_share(budget))
             prefills = self._prefill_rows(budget)
         rows += prefills
         if not rows:
@@ -146,6 +160,13 @@ class Scheduler:
         for row in rows:
             row.sequence.draft_len = row.num_drafts
         return ScheduledStep(build_plan(step, rows, self.pool.page_size), tuple(rows))
+
+    def _prompt_share(self, budget: int) -> int:
+        """Tokens kept for prompts while there are any: drafts that pay must not keep them waiting."""
+        if self.limits.pad_proposals:
+            return 0  # pinned lengths are never cut; the configuration leaves room for prompts
+        prompts = (self.waiting and self._free_slots) or any(not sequence.decoding for sequence in self.running)
+        return budget // 4 if prompts else 0
 
     def _decode_rows(self) -> list[Row]:
         rows = []
@@ -265,7 +286,8 @@ class Scheduler:
         budget = self.limits.max_tokens
         for row in rows:
             sequence = row.sequence
-            drafting = row.num_drafts > 0 or not row.emits  # a prompt is followed whatever drafts were worth
+            prompt = row.num_known > 1 or not row.emits  # followed whatever drafts were worth
+            drafting = row.num_drafts > 0 or prompt
             longest = len(sequence.tokens) + row.num_drafts + self._extra_slots
             if self.traits.max_context is not None and longest > self.traits.max_context:
                 continue
@@ -300,8 +322,9 @@ class Scheduler:
             self.pool.publish(sequence.pages[i], keys[i])
             sequence.num_published = i + 1
         if self.traits is not None:
-            for i in range(sequence.num_published):
-                self.pool.raise_drafter_len(sequence.pages[i], sequence.drafter_len - i * size)
+            for i in range(sequence.num_marked, sequence.num_published):
+                self.pool.raise_drafter_len(sequence.pages[i], max(sequence.drafter_len - i * size, 0))
+            sequence.num_marked = min(sequence.num_published, sequence.drafter_len // size)
 
     def _advance_drafter(self, row: Row) -> None:
         """Marks what the refill that is about to run will have written."""
@@ -332,7 +355,8 @@ class Scheduler:
         self.pool.release(sequence.pages)
         self._free_slots.append(sequence.slot)
         sequence.pages, sequence.slot = [], -1
-        sequence.num_computed = sequence.num_published = sequence.drafter_len = 0
+        sequence.num_computed = sequence.num_published = 0
+        sequence.drafter_len = sequence.num_marked = 0
         sequence.carry_valid = False
 
     # ---------------------------------------------------------------- what was learnt

@@ -86,6 +86,12 @@ def forward(
     return TargetOutput(logits=model.logits(hidden[batch.logit_rows]), features=read)
 
 
+def prepare(model: Model, plan: StepPlan, device: torch.device) -> VerifyBatch:
+    """`upload`, with the model's attention planned."""
+    batch = upload(plan, device)
+    return dataclasses.replace(batch, info=model.prepare(batch.info))
+
+
 class VerifyStage:
     """Launches the target's forward on the target's stream."""
 
@@ -100,7 +106,8 @@ class VerifyStage:
         self._stream = device.stream("verify")
 
     def prepare(self, plan: StepPlan) -> Handle[VerifyBatch]:
-        return self._stream.launch(upload, plan, self._device.torch_device, stage="upload", step=plan.step)
+        device = self._device.torch_device
+        return self._stream.launch(prepare, self._model, plan, device, stage="upload", step=plan.step)
 
     def launch(self, plan: StepPlan, batch: Handle[VerifyBatch], drafts: Handle[DraftTokens]) -> Handle[TargetOutput]:
         return self._stream.launch(

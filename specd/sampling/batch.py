@@ -24,6 +24,7 @@ from specd.step import RowSampling, StepPlan
 
 I64 = npt.NDArray[np.int64]
 
+_TINY = float(np.finfo(np.float32).tiny)  # a smaller top_p would be 0 in fp32, and a mass of 0 keeps no token
 WILDCARD = -2  # matches every token, also the -1 that stands before a sequence's first token
 
 
@@ -145,11 +146,6 @@ def draft_batch(
     return _build(sampling, np.ones(len(sampling), np.int64), None, vocab_size, device)
 
 
-def greedy(params: SamplingParams) -> bool:
-    """Whether only the most likely token can be drawn (ties: the lowest id)."""
-    return params.temperature == 0.0 or params.top_k == 1 or params.top_p == 0.0
-
-
 class _Uploader:
     """Numpy to device, without waiting."""
 
@@ -232,7 +228,7 @@ Emitting = list[tuple[int, RowSampling]]
 
 
 def _sampled(emitting: Emitting, blocks: _Blocks, up: _Uploader, vocab_size: int) -> SampledRows | None:
-    drawn = [(row, state.params) for row, state in emitting if not greedy(state.params)]
+    drawn = [(row, state.params) for row, state in emitting if not state.params.greedy]
     if not drawn:
         return None
     params = [p for _, p in drawn]
@@ -242,7 +238,9 @@ def _sampled(emitting: Emitting, blocks: _Blocks, up: _Uploader, vocab_size: int
     filters = Filters(
         temperature=up.floats(np.repeat([p.temperature for p in params], repeats)[:, None]),
         top_k=up.ints(np.repeat(top_k, repeats)[:, None]),
-        top_p=up.floats(np.repeat([p.top_p if p.top_p < 1.0 else np.inf for p in params], repeats)[:, None]),
+        top_p=up.floats(
+            np.repeat([max(p.top_p, _TINY) if p.top_p < 1.0 else np.inf for p in params], repeats)[:, None]
+        ),
         min_p=up.floats(np.repeat([p.min_p for p in params], repeats)[:, None]),
         max_top_k=max((k for k in top_k if k < vocab_size), default=0),
         any_top_p=any(p.top_p < 1.0 for p in params),
@@ -254,24 +252,27 @@ def _sampled(emitting: Emitting, blocks: _Blocks, up: _Uploader, vocab_size: int
 def _processing(emitting: Emitting, blocks: _Blocks, up: _Uploader) -> dict[str, Any]:
     """The optional parts that at least one row asks for, by field name."""
     num_sequences = len(blocks.sizes)
-    builders: dict[str, tuple[Callable[[SamplingParams], bool], Callable[..., Any]]] = {
-        "bias": (lambda p: bool(p.logit_bias), _bias),
-        "penalties": (lambda p: p.penalised, _penalties),
-        "allowed": (lambda p: p.allowed_token_ids is not None, _allowed),
-        "banned": (lambda p: bool(p.bad_words_ids), _banned),
-        "logprobs": (lambda p: p.logprobs is not None, _logprobs),
-    }
     out: dict[str, Any] = {}
-    for name, (wanted, build) in builders.items():
-        asking = [(row, state) for row, state in emitting if wanted(state.params)]
-        if asking:
-            out[name] = build(asking, num_sequences, blocks, up)
+    if asking := _asking(emitting, lambda p: bool(p.logit_bias)):
+        out["bias"] = _bias(asking, num_sequences, up)
+    if asking := _asking(emitting, lambda p: p.penalised):
+        out["penalties"] = _penalties(asking, num_sequences, up)
+    if asking := _asking(emitting, lambda p: p.allowed_token_ids is not None):
+        out["allowed"] = _allowed(asking, blocks, up)
+    if asking := _asking(emitting, lambda p: bool(p.bad_words_ids)):
+        out["banned"] = _banned(asking, blocks, up)
+    if asking := _asking(emitting, lambda p: p.logprobs is not None):
+        out["logprobs"] = _logprobs(asking, up)
     waiting = [(row, state) for row, state in emitting if state.num_output < state.params.min_tokens]
     min_tokens = _min_tokens(waiting, blocks, up)
     return out if min_tokens is None else {**out, "min_tokens": min_tokens}
 
 
-def _bias(asking: Emitting, num_sequences: int, blocks: _Blocks, up: _Uploader) -> tuple[torch.Tensor, torch.Tensor]:
+def _asking(emitting: Emitting, wanted: Callable[[SamplingParams], bool]) -> Emitting:
+    return [(row, state) for row, state in emitting if wanted(state.params)]
+
+
+def _bias(asking: Emitting, num_sequences: int, up: _Uploader) -> tuple[torch.Tensor, torch.Tensor]:
     width = max(len(state.params.logit_bias) for _, state in asking)
     ids, values = np.zeros((num_sequences, width), np.int64), np.zeros((num_sequences, width), np.float32)
     for row, state in asking:
@@ -280,7 +281,7 @@ def _bias(asking: Emitting, num_sequences: int, blocks: _Blocks, up: _Uploader) 
     return up.ints(ids), up.floats(values)
 
 
-def _penalties(asking: Emitting, num_sequences: int, blocks: _Blocks, up: _Uploader) -> Penalties:
+def _penalties(asking: Emitting, num_sequences: int, up: _Uploader) -> Penalties:
     histories = {row: _history(state) for row, state in asking}
     width = max(1, max(len(ids) for ids, _ in histories.values()))
     ids, counts = np.zeros((num_sequences, width), np.int64), np.zeros((num_sequences, width), np.float32)
@@ -316,7 +317,7 @@ def _history(state: RowSampling) -> tuple[I64, npt.NDArray[np.float32]]:
     return np.concatenate([output, prompt]), np.concatenate([counts, np.zeros(len(prompt), np.float32)])
 
 
-def _allowed(asking: Emitting, num_sequences: int, blocks: _Blocks, up: _Uploader) -> AllowedTokens:
+def _allowed(asking: Emitting, blocks: _Blocks, up: _Uploader) -> AllowedTokens:
     lists = [state.params.allowed_token_ids or () for _, state in asking]
     width = max(len(ids) for ids in lists)
     padded = [[*ids, *[ids[0]] * (width - len(ids))] for ids in lists]
@@ -325,10 +326,10 @@ def _allowed(asking: Emitting, num_sequences: int, blocks: _Blocks, up: _Uploade
     return AllowedTokens(rows=up.ints(rows), ids=up.ints(np.repeat(padded, repeats, axis=0)))
 
 
-def _banned(asking: Emitting, num_sequences: int, blocks: _Blocks, up: _Uploader) -> BannedSequences:
+def _banned(asking: Emitting, blocks: _Blocks, up: _Uploader) -> BannedSequences:
     width = max(1, max(len(word) for _, state in asking for word in state.params.bad_words_ids) - 1)
     entries: list[tuple[int, int, list[int]]] = []
-    tail = np.full((num_sequences, width), -1, np.int64)
+    tail = np.full((len(blocks.sizes), width), -1, np.int64)
     for row, state in asking:
         newest = state.tail[::-1][:width]
         tail[row, : len(newest)] = newest
@@ -357,7 +358,7 @@ def _min_tokens(waiting: Emitting, blocks: _Blocks, up: _Uploader) -> MinTokens 
     return MinTokens(rows=up.ints(rows), ids=up.ints(ids), remaining=up.ints(remaining))
 
 
-def _logprobs(asking: Emitting, num_sequences: int, blocks: _Blocks, up: _Uploader) -> Logprobs:
+def _logprobs(asking: Emitting, up: _Uploader) -> Logprobs:
     return Logprobs(
         sequences=up.ints([row for row, _ in asking]), num_top=max(state.params.logprobs or 0 for _, state in asking)
     )

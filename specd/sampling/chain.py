@@ -25,28 +25,31 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 
+from specd.config import SpeculationConfig
 from specd.sampling.batch import SamplingBatch
 from specd.sampling.logprobs import emitted_logprobs
 from specd.sampling.noise import Purpose, position_keys, uniform
-from specd.sampling.process import draw, probabilities, process, race
+from specd.sampling.process import Distribution, distribution, process, race
 from specd.step import StepPlan
 from specd.tensors import Acceptance, BatchInfo, DraftTokens, LogitMasks, TargetOutput
+
+_CONFIGURED = SpeculationConfig()  # its defaults are the only ones
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AcceptanceSettings:
-    """Constants of the lossy rules; exact and ratio have none."""
+    """Constants of the lossy rules (`config.LOSSY_ACCEPTANCE`); exact and ratio have none."""
 
-    threshold: float = 0.3  # least score of a kept prefix
-    threshold_score: Literal["min", "prod"] = "min"  # over p(x) of the prefix
-    typical_threshold: float = 0.09  # Medusa's posterior_threshold
-    typical_alpha: float = 0.3  # Medusa's posterior_alpha
+    threshold: float = _CONFIGURED.threshold  # least score of a kept prefix
+    threshold_score: Literal["min", "prod"] = _CONFIGURED.threshold_score  # over p(x) of the prefix
+    typical_threshold: float = _CONFIGURED.typical_threshold  # Medusa's posterior_threshold
+    typical_alpha: float = _CONFIGURED.typical_alpha  # Medusa's posterior_alpha
 
 
 DEFAULT_SETTINGS = AcceptanceSettings()
 
-# (processed f32[R, V], drafts, batch, settings) -> (tokens i64[B, K + 1] padded -1, num_accepted i64[B])
-Rule = Callable[[torch.Tensor, DraftTokens, SamplingBatch, AcceptanceSettings], tuple[torch.Tensor, torch.Tensor]]
+# (the target's [R, V], drafts, batch, settings) -> (tokens i64[B, K + 1] padded -1, num_accepted i64[B])
+Rule = Callable[[Distribution, DraftTokens, SamplingBatch, AcceptanceSettings], tuple[torch.Tensor, torch.Tensor]]
 
 
 def accept(
@@ -63,7 +66,8 @@ def accept(
     """The accept stage of a chain batch: plain sampling when K = 0.
 
     drafts.tokens i64[B, K] with K = plan.max_drafts. A row fails when a logits row that it uses has NaN, +inf, or
-    nothing that may be drawn; it then emits nothing, and its next_token is a valid but meaningless id.
+    nothing that may be drawn, before the filters or after them; it then emits nothing, and its next_token is a valid
+    but meaningless id.
     """
     assert drafts.tokens.shape == (plan.num_rows, plan.max_drafts), (drafts.tokens.shape, plan.max_drafts)
     if sampling.num_rows == 0:
@@ -73,10 +77,12 @@ def accept(
         # p is one-hot in every row: all rules coincide, and one pass gives both the argmax and what is finite.
         peaks, drawn = processed.max(-1)
         tokens, num_accepted = keep_matching(drawn, drafts.tokens, sampling)
+        finite = torch.isfinite(peaks)  # a maximum is NaN, +inf or -inf exactly when its row must not be used
     else:
-        peaks = processed.amax(-1)
-        tokens, num_accepted = ACCEPTANCE_RULES[rule](processed, drafts, sampling, settings)
-    finite = finite_rows(output.logits, processed, peaks)
+        target = distribution(processed, sampling)
+        tokens, num_accepted = ACCEPTANCE_RULES[rule](target, drafts, sampling, settings)
+        finite = target.finite()
+    finite = usable_rows(finite, processed, output.logits)
     return finish(output.logits, finite, info, sampling, tokens, num_accepted, sampling.row_index, num_accepted)
 
 
@@ -89,9 +95,8 @@ def processed_logits(
     return process(logits, drafts, sampling, masks)
 
 
-def finite_rows(logits: torch.Tensor, processed: torch.Tensor, peaks: torch.Tensor) -> torch.Tensor:
-    """bool[R]: a maximum is NaN, +inf or -inf exactly when its row must not be used. Masks may hide the raw one."""
-    finite = torch.isfinite(peaks)
+def usable_rows(finite: torch.Tensor, processed: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    """finite bool[R] of the processed logits -> bool[R]: and the raw ones, whose NaN a mask may have hidden."""
     return finite if processed is logits else finite & torch.isfinite(logits.amax(-1))
 
 
@@ -151,21 +156,21 @@ def keep_matching(drawn: torch.Tensor, drafts: torch.Tensor, batch: SamplingBatc
 
 
 def accept_match(
-    processed: torch.Tensor, drafts: DraftTokens, batch: SamplingBatch, settings: AcceptanceSettings
+    target: Distribution, drafts: DraftTokens, batch: SamplingBatch, settings: AcceptanceSettings
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Exact (methods 1.0): the tokens are those of plain decoding with the same seed, whatever was proposed."""
-    return keep_matching(draw(processed, batch, purpose=Purpose.TARGET), drafts.tokens, batch)
+    return keep_matching(target.draw(purpose=Purpose.TARGET), drafts.tokens, batch)
 
 
 def accept_ratio(
-    processed: torch.Tensor, drafts: DraftTokens, batch: SamplingBatch, settings: AcceptanceSettings
+    target: Distribution, drafts: DraftTokens, batch: SamplingBatch, settings: AcceptanceSettings
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Rejection sampling (methods 1.1): keep x while u q(x) < p(x), then draw from relu(p - q), or from p at the end.
 
     Without `drafts.probs`, and for proposers' tokens, q is a point mass: keep x with probability p(x), then draw from
     p without x (methods 1.2).
     """
-    p = probabilities(processed, batch)
+    p = target.probabilities()
     tokens = drafts.tokens.clamp(min=0)
     rows = batch.row_index[:, :-1]
     q_x = _proposal(drafts, tokens, batch)
@@ -179,23 +184,24 @@ def accept_ratio(
 
 
 def accept_threshold(
-    processed: torch.Tensor, drafts: DraftTokens, batch: SamplingBatch, settings: AcceptanceSettings
+    target: Distribution, drafts: DraftTokens, batch: SamplingBatch, settings: AcceptanceSettings
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Lossy (methods 1.6): keep the longest prefix whose score reaches the threshold, then draw from p."""
-    p_x = _target_of_drafts(probabilities(processed, batch), drafts, batch)
+    p_x = _target_of_drafts(target.probabilities(), drafts, batch)
     score = p_x.cumprod(-1) if settings.threshold_score == "prod" else p_x.cummin(-1).values if p_x.shape[1] else p_x
-    return _keep_then_draw(score >= settings.threshold, processed, drafts, batch)
+    # A draft that is not there has p(x) = 0, which a threshold of 0 would keep.
+    return _keep_then_draw((score >= settings.threshold) & (drafts.tokens >= 0), target, drafts, batch)
 
 
 def accept_typical(
-    processed: torch.Tensor, drafts: DraftTokens, batch: SamplingBatch, settings: AcceptanceSettings
+    target: Distribution, drafts: DraftTokens, batch: SamplingBatch, settings: AcceptanceSettings
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Lossy (methods 4.4, Medusa 2401.10774): keep x while p(x) > min(threshold, alpha exp(-entropy of p))."""
-    p = probabilities(processed, batch)
+    p = target.probabilities()
     entropy = -(p * torch.log(p + 1e-5)).sum(-1)
     least = (settings.typical_alpha * torch.exp(-entropy)).clamp(max=settings.typical_threshold)
     kept = _target_of_drafts(p, drafts, batch) > least[batch.row_index[:, :-1]]
-    return _keep_then_draw(kept, processed, drafts, batch)
+    return _keep_then_draw(kept, target, drafts, batch)
 
 
 ACCEPTANCE_RULES: dict[str, Rule] = {
@@ -205,7 +211,6 @@ ACCEPTANCE_RULES: dict[str, Rule] = {
     "threshold": accept_threshold,
     "typical": accept_typical,
 }
-LOSSY_RULES = frozenset({"literal", "threshold", "typical"})
 
 
 def draw_draft(
@@ -218,12 +223,12 @@ def draw_draft(
     makes it likely to equal the target's draw.
     """
     if rule == "literal":
-        return logits.argmax(-1), probabilities(logits.float(), batch)
+        return logits.argmax(-1), distribution(logits.float(), batch).probabilities()
     if batch.all_greedy or not sampled:
         return logits.argmax(-1), None
     if rule != "ratio":
-        return draw(logits.float(), batch, purpose=Purpose.TARGET, offset=offset), None
-    probs = probabilities(logits.float(), batch)
+        return distribution(logits.float(), batch).draw(purpose=Purpose.TARGET, offset=offset), None
+    probs = distribution(logits.float(), batch).probabilities()
     keys = position_keys(batch.keys, batch.emit_position + offset, Purpose.DRAFT)
     return race(probs, keys), probs
 
@@ -282,9 +287,9 @@ def _target_of_drafts(p: torch.Tensor, drafts: DraftTokens, batch: SamplingBatch
 
 
 def _keep_then_draw(
-    kept: torch.Tensor, processed: torch.Tensor, drafts: DraftTokens, batch: SamplingBatch
+    kept: torch.Tensor, target: Distribution, drafts: DraftTokens, batch: SamplingBatch
 ) -> tuple[torch.Tensor, torch.Tensor]:
     num_accepted = _leading(kept, batch)
-    own = draw(processed, batch, purpose=Purpose.TARGET)[batch.row_index]
+    own = target.draw(purpose=Purpose.TARGET)[batch.row_index]
     newest = own.gather(1, num_accepted[:, None])[:, 0]
     return _append(drafts.tokens, num_accepted, newest), num_accepted

@@ -8,6 +8,8 @@ Legend: B rows of the plan, R logits rows, K drafts, V vocabulary, H history, E 
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 import torch.nn.functional as F
 
@@ -46,33 +48,55 @@ def process(
     return out
 
 
-def probabilities(processed: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
-    """f32[R, V] from `process` -> f32[R, V]: temperature, top-k, top-p, min-p, softmax; greedy rows are one-hot."""
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Distribution:
+    """What the token of each logits row is drawn from: filtered once, whoever asks."""
+
+    processed: torch.Tensor  # f32[R, V] of `process`
+    batch: SamplingBatch
+    drawn: torch.Tensor | None  # f32[Rs, V] what temperature, top-k, top-p and min-p leave of the sampled rows
+
+    def finite(self) -> torch.Tensor:
+        """bool[R]: there is something to draw, both in the logits and in what the filters left of them."""
+        finite = torch.isfinite(self.processed.amax(-1))
+        if self.drawn is None or self.batch.sampled is None:
+            return finite
+        peaks = self.drawn.amax(-1)  # NaN where a row holds any
+        left = (peaks > 0) & torch.isfinite(peaks)
+        rows = self.batch.sampled.rows
+        return finite & left if rows is None else finite.index_copy(0, rows, finite.index_select(0, rows) & left)
+
+    def probabilities(self) -> torch.Tensor:
+        """f32[R, V]; greedy rows are one-hot."""
+        rows = None if self.batch.sampled is None else self.batch.sampled.rows
+        if self.drawn is not None and rows is None:
+            return self.drawn
+        out = torch.zeros_like(self.processed).scatter_(1, self.processed.argmax(-1, keepdim=True), 1.0)
+        return out if self.drawn is None or rows is None else out.index_copy_(0, rows, self.drawn)
+
+    def draw(self, *, purpose: Purpose, offset: int = 0) -> torch.Tensor:
+        """One token per logits row, with the noise of (seed, choice, position + offset, token): i64[R].
+
+        Greedy rows take the largest logit, the lowest id among equals. A row that is not finite gives some valid id.
+        """
+        batch = self.batch
+        if self.drawn is None or batch.sampled is None:
+            return self.processed.argmax(-1)
+        keys = position_keys(batch.keys, batch.emit_position + offset, purpose)
+        rows = batch.sampled.rows
+        if rows is None:
+            return race(self.drawn, keys)
+        drawn = race(self.drawn, keys.index_select(0, rows))
+        return self.processed.argmax(-1).index_copy_(0, rows, drawn)
+
+
+def distribution(processed: torch.Tensor, batch: SamplingBatch) -> Distribution:
+    """processed f32[R, V] of `process`, not modified."""
     sampled = batch.sampled
-    if sampled is not None and sampled.rows is None:
-        return filtered_probabilities(processed, sampled.filters)
-    out = torch.zeros_like(processed).scatter_(1, processed.argmax(-1, keepdim=True), 1.0)
     if sampled is None:
-        return out
-    assert sampled.rows is not None
-    drawn = filtered_probabilities(processed.index_select(0, sampled.rows), sampled.filters)
-    return out.index_copy_(0, sampled.rows, drawn)
-
-
-def draw(processed: torch.Tensor, batch: SamplingBatch, *, purpose: Purpose, offset: int = 0) -> torch.Tensor:
-    """One token per logits row, with the noise of (seed, choice, position + offset, token): i64[R].
-
-    Greedy rows take the largest logit, the lowest id among equals. A row that is not finite gives some valid id.
-    """
-    sampled = batch.sampled
-    if sampled is None:
-        return processed.argmax(-1)
-    keys = position_keys(batch.keys, batch.emit_position + offset, purpose)
-    if sampled.rows is None:
-        return race(filtered_probabilities(processed, sampled.filters), keys)
-    probs = filtered_probabilities(processed.index_select(0, sampled.rows), sampled.filters)
-    drawn = race(probs, keys.index_select(0, sampled.rows))
-    return processed.argmax(-1).index_copy_(0, sampled.rows, drawn)
+        return Distribution(processed, batch, None)
+    rows = processed if sampled.rows is None else processed.index_select(0, sampled.rows)
+    return Distribution(processed, batch, filtered_probabilities(rows, sampled.filters))
 
 
 def race(weights: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:

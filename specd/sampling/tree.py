@@ -18,13 +18,13 @@ import torch
 
 from specd.attention.tree import ancestor_mask
 from specd.sampling.batch import SamplingBatch
-from specd.sampling.chain import finish, finite_rows
+from specd.sampling.chain import finish, usable_rows
 from specd.sampling.noise import Purpose, position_keys, uniform
-from specd.sampling.process import draw, probabilities, process, race
+from specd.sampling.process import Distribution, distribution, process, race
 from specd.tensors import Acceptance, BatchInfo, LogitMasks, TargetOutput, TokenTree
 
-# (processed f32[R, V], tree, batch, depth) -> (path i64[B, D + 1] padded -1, newest token i64[B])
-TreeRule = Callable[[torch.Tensor, TokenTree, SamplingBatch, int], tuple[torch.Tensor, torch.Tensor]]
+# (the target's [R, V], tree, batch, depth) -> (path i64[B, D + 1] padded -1, newest token i64[B])
+TreeRule = Callable[[Distribution, TokenTree, SamplingBatch, int], tuple[torch.Tensor, torch.Tensor]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -60,14 +60,15 @@ def accept_tree(
     Every row emits, and has N logits rows in node order. Failed rows as in `chain.accept`.
     """
     processed = process(output.logits, tree.tokens[:, 1:], sampling, masks)
-    path, newest = TREE_RULES[rule](processed, tree, sampling, max_depth)
+    target = distribution(processed, sampling)
+    path, newest = TREE_RULES[rule](target, tree, sampling, max_depth)
     num_accepted = (path >= 0).sum(-1) - 1
     nodes = path.clamp(min=0)
     kept = tree.tokens.gather(1, nodes).masked_fill(path < 0, -1)
     tokens = torch.cat([kept[:, 1:], torch.full_like(kept[:, :1], -1)], dim=1)
     tokens = tokens.scatter_(1, num_accepted[:, None], newest[:, None])
     last_node = nodes.gather(1, num_accepted[:, None])[:, 0]
-    finite = finite_rows(output.logits, processed, processed.amax(-1))
+    finite = usable_rows(target.finite(), processed, output.logits)
     rows = sampling.row_index.gather(1, nodes)
     acceptance = finish(output.logits, finite, info, sampling, tokens, num_accepted, rows, last_node)
     beyond = torch.arange(path.shape[1], device=path.device) > acceptance.num_accepted[:, None]
@@ -111,18 +112,18 @@ def _children(tree: TokenTree) -> torch.Tensor:
 
 
 def _match(
-    processed: torch.Tensor, tree: TokenTree, batch: SamplingBatch, max_depth: int
+    target: Distribution, tree: TokenTree, batch: SamplingBatch, max_depth: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    own = draw(processed, batch, purpose=Purpose.TARGET)[batch.row_index]  # [B, N]
+    own = target.draw(purpose=Purpose.TARGET)[batch.row_index]  # [B, N]
     path = _descend(_first(_children(tree) & (tree.tokens[:, None, :] == own[:, :, None])), max_depth)
     last = path.amax(-1, keepdim=True)  # parents come first: the deepest node has the largest index
     return path, own.gather(1, last)[:, 0]
 
 
 def _ratio(
-    processed: torch.Tensor, tree: TokenTree, batch: SamplingBatch, max_depth: int
+    target: Distribution, tree: TokenTree, batch: SamplingBatch, max_depth: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    p = probabilities(processed, batch)
+    p = target.probabilities()
     children = _children(tree)
     tokens = tree.tokens.clamp(min=0)
     p_children = p[batch.row_index[:, :, None], tokens[:, None, :]] * children  # [B, N, N]

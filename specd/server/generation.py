@@ -99,7 +99,6 @@ class Generation:
                 arrival_s=record.arrival_s,
                 serial=next(self._serials),
                 cache_salt=request[SALT_KEY],
-                ignored=ignored + unread,
             )
             record.call = call
             request[HEADERS_KEY]["x-specd-seed"] = str(call.seed)

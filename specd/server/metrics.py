@@ -16,7 +16,7 @@ from prometheus_client.exposition import generate_latest
 
 from specd.request import FinishReason, SequenceStats
 from specd.server.protocol import EngineProtocol
-from specd.status import EngineState, EngineStats
+from specd.status import EngineInfo, EngineState, EngineStats
 
 # `_created` series next to counters are read as values by load tools that sum everything with the counter's prefix.
 prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
@@ -155,9 +155,11 @@ class _EngineCollector:
         )
         for name, text, by_source in families:
             family = CounterMetricFamily(name, text, labels=["source"])
-            for source, value in by_source.items():
+            for source, value in {**dict.fromkeys(_sources(self._engine.info), 0), **by_source}.items():
                 family.add_metric([source], value)
             yield family
+        yield _counter("specd_spec_failed_drafts", "Steps whose drafter failed.", stats.failed_drafts)
+        yield _counter("specd_spec_failed_refills", "Steps whose refill failed.", stats.failed_refills)
         for name, text, counts in (
             ("specd_spec_drafted_per_position", "Drafts verified, by position.", stats.drafted_per_position),
             ("specd_spec_accepted_per_position", "Drafts kept, by position.", stats.accepted_per_position),
@@ -188,6 +190,13 @@ class _EngineCollector:
         build = GaugeMetricFamily("specd_build_info", "Always 1.", labels=["version", "model", "drafter", "acceptance"])
         build.add_metric([version(), info.model, info.drafter, info.acceptance], 1)
         yield build
+
+
+def _sources(info: EngineInfo) -> tuple[str, ...]:
+    """Who proposes, by the names that the engine's counters use."""
+    if info.drafter == "none":
+        return ()
+    return ("ngram",) if info.drafter == "ngram" else ("drafter",)
 
 
 def _counter(name: str, text: str, value: float) -> CounterMetricFamily:

@@ -40,7 +40,6 @@ class GenerationCall:
     logprobs: int | None = None  # None = off, else alternatives per token
     return_token_ids: bool = False
     tokens_as_ids: bool = False
-    ignored: tuple[str, ...] = ()
 
     @property
     def num_choices(self) -> int:
@@ -138,7 +137,6 @@ def build_call(
     arrival_s: float,
     serial: int = 0,
     cache_salt: bytes = b"",
-    ignored: tuple[str, ...] = (),
 ) -> GenerationCall:
     """Engine requests of one body that `read_body` has checked. RequestError when it does not fit the context.
 
@@ -146,37 +144,27 @@ def build_call(
     client may use a name again as soon as it has left, before the engine has ended what it left behind.
     """
     n = values.get("n", 1)
-    if n * len(prompts) > config.server.max_prompts:
-        raise RequestError(
-            f"'n' times the number of prompts is {n * len(prompts)}; at most {config.server.max_prompts} are allowed",
-            code="out_of_range",
-            param="n",
-        )
+    _check_choices(n * len(prompts), config)
     sampling = _sampling(values, endpoint, config, info, tokenizer)
     _check_possible(sampling, info)
-    wish = values.get("speculation", {})
-    speculation = SpeculationParams(**wish)
     response_id = PREFIXES[endpoint] + request_id
-    requests = tuple(
-        Request(
-            request_id=f"{response_id}#{serial}.{i}",  # no client's name has a "#"
-            prompt_ids=prompt,
-            sampling=dataclasses.replace(sampling, max_tokens=_max_tokens(values, len(prompt), endpoint, config, info)),
-            speculation=speculation,
-            n=n,
-            prompt_index=i,
-            cache_salt=cache_salt,
-            arrival_s=arrival_s,
-        )
-        for i, prompt in enumerate(prompts)
+    base = Request(
+        request_id=response_id,
+        prompt_ids=(),
+        sampling=sampling,
+        speculation=SpeculationParams(**values.get("speculation", {})),
+        n=n,
+        cache_salt=cache_salt,
+        arrival_s=arrival_s,
     )
+    caps = [_max_tokens(values, len(prompt), endpoint, config, info) for prompt in prompts]
     options = values.get("stream_options", {})
     return GenerationCall(
         endpoint=endpoint,
         response_id=response_id,
         model=values["model"],
         created=created,
-        requests=requests,
+        requests=_requests(base, prompts, caps, serial),
         n=n,
         stream=values.get("stream", False),
         include_usage=options.get("include_usage", False),
@@ -184,7 +172,29 @@ def build_call(
         logprobs=sampling.logprobs,
         return_token_ids=values.get("return_token_ids", False),
         tokens_as_ids=values.get("return_tokens_as_token_ids", False),
-        ignored=ignored,
+    )
+
+
+def _check_choices(count: int, config: Config) -> None:
+    if count > config.server.max_prompts:
+        raise RequestError(
+            f"'n' times the number of prompts is {count}; at most {config.server.max_prompts} are allowed",
+            code="out_of_range",
+            param="n",
+        )
+
+
+def _requests(base: Request, prompts: list[tuple[int, ...]], caps: list[int], serial: int) -> tuple[Request, ...]:
+    """`base` once for each prompt, with its own cap."""
+    return tuple(
+        dataclasses.replace(
+            base,
+            request_id=f"{base.request_id}#{serial}.{i}",  # no client's name has a "#"
+            prompt_ids=prompt,
+            sampling=dataclasses.replace(base.sampling, max_tokens=cap),
+            prompt_index=i,
+        )
+        for i, (prompt, cap) in enumerate(zip(prompts, caps, strict=True))
     )
 
 

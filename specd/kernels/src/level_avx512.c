@@ -1,0 +1,18 @@
+/* The kernels for one instruction set; compiled with its flags (setup.py). */
+#include <math.h>
+
+#include "internal.h"
+
+#include "simd_avx512.h"
+
+#include "numeric.h"
+
+#include "linear.h"
+
+#include "strips.h"
+
+#include "attention.h"
+
+#include "forward.h"
+
+const specd_kernels specd_avx512 = {"avx512", run_forward, run_logits, run_argmax, run_rows, run_exp};

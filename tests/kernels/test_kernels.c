@@ -1,0 +1,235 @@
+/* The kernels on odd sizes and every format, to be run under the address and undefined-behaviour sanitizers.
+ *
+ * Memory is allocated to the byte, so that a read or write past any end is found. Prints one line and returns 0 when
+ * every level gives the same results whatever the number of threads.
+ */
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "specd_kernels.h"
+
+enum { HIDDEN = 256, INNER = 272, HEADS = 4, KV_HEADS = 2, WIDTH = 16, VOCABULARY = 53, LAYERS = 2 };
+enum { PAGES = 40, PAGE_SIZE = 5, POSITIONS = 256 };
+
+static unsigned seed = 1;
+static unsigned next_random(void) { return (seed = seed * 1664525u + 1013904223u) >> 8; }
+static float uniform(void) { return (float)(next_random() % 2001) / 1000.0f - 1.0f; }
+
+static void fail(const char *what) {
+    fprintf(stderr, "failed: %s\n", what);
+    exit(1);
+}
+
+static void *get(size_t size) {
+    void *p = aligned_alloc(64, (size + 63) / 64 * 64);
+    if (p == NULL) fail("memory");
+    return p;
+}
+
+static float *floats(int64_t count, float size) {
+    float *x = malloc((size_t)count * sizeof *x);
+    for (int64_t i = 0; i < count; i++) x[i] = size * uniform();
+    return x;
+}
+
+/* Random blocks whose f16 scales are small: their exponents are cut. */
+static specd_matrix matrix(int32_t kind, int64_t rows, int64_t cols) {
+    static const int32_t kinds[] = {SPECD_F32, SPECD_F16, SPECD_BF16, SPECD_Q8_0, SPECD_Q4_0,
+                                    SPECD_Q4_1, SPECD_Q4_K, SPECD_Q6_K};
+    static const int64_t bytes[] = {4, 2, 2, 34, 18, 20, 144, 210}, columns[] = {1, 1, 1, 32, 32, 32, 256, 256};
+    int k = 0;
+    while (kinds[k] != kind) k++;
+    int64_t blocks = cols / columns[k], size = blocks * bytes[k];
+    uint8_t *plain = malloc((size_t)(rows * size));
+    for (int64_t i = 0; i < rows * size; i++) plain[i] = (uint8_t)next_random();
+    for (int64_t b = 0; b < rows * blocks; b++) {
+        uint8_t *block = plain + b * bytes[k];
+        float value = 0.1f * uniform();
+        uint32_t bits;
+        memcpy(&bits, &value, sizeof bits);
+        if (kind == SPECD_F32) memcpy(block, &value, 4);
+        else if (kind == SPECD_BF16) memcpy(block, (uint8_t *)&bits + 2, 2);
+        else if (kind == SPECD_Q6_K) block[209] = 0x04 | (block[209] & 0x83);
+        else block[1] = 0x10 | (block[1] & 0x87);
+        if (kind == SPECD_Q4_1 || kind == SPECD_Q4_K) block[3] = 0x10 | (block[3] & 0x87);
+    }
+    specd_matrix m = {NULL, NULL, rows, cols, specd_strip_bytes(kind, cols), kind, 0};
+    uint8_t *data = get((size_t)((rows + 15) / 16 * m.strip_bytes));
+    if (specd_pack(kind, plain, rows, cols, data) != SPECD_OK) fail("pack");
+    free(plain);
+    m.data = data;
+    return m;
+}
+
+static void free_matrix(const specd_matrix *m) {
+    free((void *)m->data);
+    free((void *)m->bias);
+}
+
+static void check_linear(int32_t kind) {
+    specd_linear linear = {{matrix(kind, 37, 256), matrix(SPECD_Q8_0, 16, 256)}, 2};
+    linear.parts[0].bias = floats(37, 1.0f);
+    specd_workspace *workspace = specd_workspace_new();
+    float *x = floats(11 * 256, 3.0f), *first = malloc(11 * 53 * 4), *other = malloc(11 * 53 * 4);
+    for (int mode = 0; mode < 2; mode++) {
+        specd_linear_rows(specd_level("portable"), &linear, mode, x, 11, first, workspace, 1);
+        char levels[64];
+        strcpy(levels, specd_levels());
+        for (char *name = strtok(levels, " "); name != NULL; name = strtok(NULL, " ")) {
+            for (int threads = 1; threads < 4; threads++) {
+                specd_linear_rows(specd_level(name), &linear, mode, x, 11, other, workspace, threads);
+                if (memcmp(first, other, 11 * 53 * 4) != 0) fail(name);
+            }
+        }
+    }
+    float *row = malloc(256 * 4);
+    for (int i = 0; i < 37; i++) specd_unpack_row(&linear.parts[0], i, row);
+    free(row);
+    free(x);
+    free(first);
+    free(other);
+    specd_workspace_free(workspace);
+    free_matrix(&linear.parts[0]);
+    free_matrix(&linear.parts[1]);
+}
+
+static specd_linear one(specd_matrix m) {
+    specd_linear linear = {{m}, 1};
+    return linear;
+}
+
+static specd_model make_model(int32_t activations) {
+    specd_layer *layers = calloc(LAYERS, sizeof *layers);
+    for (int i = 0; i < LAYERS; i++) {
+        specd_layer *l = &layers[i];
+        l->input_norm = floats(HIDDEN, 1.0f);
+        l->mlp_norm = floats(HIDDEN, 1.0f);
+        l->qkv.parts[0] = matrix(SPECD_Q4_K, HEADS * WIDTH, HIDDEN);
+        l->qkv.parts[1] = matrix(SPECD_Q4_1, KV_HEADS * WIDTH, HIDDEN);
+        l->qkv.parts[2] = matrix(SPECD_Q6_K, KV_HEADS * WIDTH, HIDDEN);
+        l->qkv.num_parts = 3;
+        l->output = one(matrix(SPECD_Q4_0, HIDDEN, HEADS * WIDTH));
+        l->gate = matrix(SPECD_Q8_0, INNER, HIDDEN);
+        l->up = matrix(SPECD_BF16, INNER, HIDDEN);
+        l->gate.bias = floats(INNER, 0.1f);
+        l->down = one(matrix(SPECD_F16, HIDDEN, INNER));
+    }
+    specd_model m = {layers, floats(HIDDEN, 1.0f), matrix(SPECD_F32, VOCABULARY, HIDDEN),
+                     matrix(SPECD_Q8_0, VOCABULARY, HIDDEN), LAYERS, HIDDEN, INNER, HEADS, KV_HEADS, WIDTH, 1e-5f,
+                     activations};
+    return m;
+}
+
+static void free_model(specd_model *m) {
+    for (int i = 0; i < LAYERS; i++) {
+        const specd_layer *l = &m->layers[i];
+        for (int p = 0; p < 3; p++) free_matrix(&l->qkv.parts[p]);
+        free_matrix(&l->output.parts[0]);
+        free_matrix(&l->gate);
+        free_matrix(&l->up);
+        free_matrix(&l->down.parts[0]);
+        free((void *)l->input_norm);
+        free((void *)l->mlp_norm);
+    }
+    free_matrix(&m->embedding);
+    free_matrix(&m->head);
+    free((void *)m->norm);
+    free((void *)m->layers);
+}
+
+/* A batch of a prefill row, a decode row and a verify row; with `tree`, of three trees of five nodes. */
+enum { ROWS = 3, NODES = 5, MAX_TOKENS = 96 };
+typedef struct {
+    int32_t query_lens[ROWS], kv_lens[ROWS], indptr[ROWS + 1];
+    int32_t indices[PAGES];
+    int64_t tokens[MAX_TOKENS], positions[MAX_TOKENS], slots[MAX_TOKENS], parents[ROWS * NODES];
+    void *kv[LAYERS];
+    float *cosines, *sines;
+} Arrays;
+
+static int64_t fill_arrays(Arrays *a, int tree) {
+    static const int32_t queries[ROWS] = {70, 1, 6}, lengths[ROWS] = {70, 23, 67};
+    int64_t token = 0;
+    a->indptr[0] = 0;
+    for (int b = 0; b < ROWS; b++) {
+        a->query_lens[b] = tree ? NODES : queries[b];
+        a->kv_lens[b] = lengths[b];
+        int32_t pages = (lengths[b] + PAGE_SIZE - 1) / PAGE_SIZE;
+        a->indptr[b + 1] = a->indptr[b] + pages;
+        for (int32_t p = a->indptr[b]; p < a->indptr[b + 1]; p++) a->indices[p] = PAGES - 1 - p;
+        for (int32_t i = 0; i < a->query_lens[b]; i++, token++) {
+            int64_t at = lengths[b] - a->query_lens[b] + i;
+            a->tokens[token] = next_random() % VOCABULARY;
+            a->positions[token] = at;
+            a->slots[token] = (int64_t)a->indices[a->indptr[b] + at / PAGE_SIZE] * PAGE_SIZE + at % PAGE_SIZE;
+        }
+        for (int n = 0; n < NODES; n++) a->parents[b * NODES + n] = n - 1 - (n > 2);
+    }
+    return token;
+}
+
+static void check_forward(int32_t activations, int32_t kv_kind, int tree) {
+    specd_model model = make_model(activations);
+    Arrays a;
+    int64_t tokens = fill_arrays(&a, tree), bytes = kv_kind == SPECD_F32 ? 4 : 2;
+    size_t layer_bytes = (size_t)(PAGES * 2 * PAGE_SIZE * KV_HEADS * WIDTH * bytes);
+    for (int i = 0; i < LAYERS; i++) a.kv[i] = calloc(1, layer_bytes);
+    a.cosines = floats(POSITIONS * WIDTH / 2, 1.0f);
+    a.sines = floats(POSITIONS * WIDTH / 2, 1.0f);
+    size_t size = (size_t)(tokens * HIDDEN) * 4;
+    float *first = malloc(size), *hidden = malloc(size), *aux = malloc(size * 2), *logits = malloc(MAX_TOKENS * VOCABULARY * 4);
+    float values[MAX_TOKENS];
+    int64_t places[MAX_TOKENS];
+    specd_batch batch = {.tokens = a.tokens, .positions = a.positions, .write_slots = a.slots, .query_lens = a.query_lens,
+                         .kv_lens = a.kv_lens, .kv_indptr = a.indptr, .kv_indices = a.indices,
+                         .parents = tree ? a.parents : NULL, .kv = a.kv, .cosines = a.cosines, .sines = a.sines,
+                         .num_tokens = tokens, .num_sequences = ROWS, .tree_nodes = tree ? NODES : 0,
+                         .page_size = PAGE_SIZE, .num_pages = PAGES, .num_positions = POSITIONS, .kv_kind = kv_kind,
+                         .num_aux = 2, .aux_layers = {0, 1}, .hidden = first, .aux = aux};
+    char levels[64];
+    strcpy(levels, specd_levels());
+    for (char *name = strtok(levels, " "); name != NULL; name = strtok(NULL, " ")) {
+        for (int threads = 1; threads < 4; threads++) {
+            specd_workspace *workspace = specd_workspace_new();
+            if (specd_forward(specd_level(name), &model, &batch, workspace, threads) != SPECD_OK) fail("forward");
+            if (batch.hidden == hidden && memcmp(first, hidden, size) != 0) fail(name);
+            batch.hidden = hidden;
+            specd_logits(specd_level(name), &model, first, tokens, logits, workspace, threads);
+            specd_argmax(specd_level(name), &model, first, tokens, values, places, workspace, threads);
+            for (int64_t t = 0; t < tokens; t++) {
+                if (isfinite(values[t]) && logits[t * VOCABULARY + places[t]] != values[t]) fail("argmax");
+                if (!isfinite(values[t])) fail("finite");
+            }
+            specd_workspace_free(workspace);
+        }
+    }
+    a.slots[1] = PAGES * PAGE_SIZE;
+    specd_workspace *workspace = specd_workspace_new();
+    if (specd_forward(specd_level("portable"), &model, &batch, workspace, 1) != SPECD_BAD_ARGUMENT) fail("bad slot");
+    specd_workspace_free(workspace);
+    for (int i = 0; i < LAYERS; i++) free(a.kv[i]);
+    free(a.cosines);
+    free(a.sines);
+    free(first);
+    free(hidden);
+    free(aux);
+    free(logits);
+    free_model(&model);
+}
+
+int main(void) {
+    static const int32_t kinds[] = {SPECD_F32, SPECD_F16, SPECD_BF16, SPECD_Q8_0, SPECD_Q4_0,
+                                    SPECD_Q4_1, SPECD_Q4_K, SPECD_Q6_K};
+    for (size_t k = 0; k < sizeof kinds / sizeof *kinds; k++) check_linear(kinds[k]);
+    for (int tree = 0; tree < 2; tree++) {
+        check_forward(SPECD_FAST, SPECD_F32, tree);
+        check_forward(SPECD_EXACT, SPECD_F16, tree);
+        check_forward(SPECD_FAST, SPECD_BF16, tree);
+    }
+    if (specd_strip_bytes(SPECD_Q4_K, 128) != 0 || specd_strip_bytes(99, 256) != 0) fail("strip bytes");
+    if (specd_level("none") != NULL) fail("level");
+    printf("levels: %s\n", specd_levels());
+    return 0;
+}
