@@ -170,7 +170,8 @@ async def _load(
                 return loading.result()
             if stopping.done():
                 cancel.set()
-                return await _stop_loading(loading)
+                await _stop_loading(loading)
+                return None
     finally:
         stopping.cancel()
         loading.cancel()

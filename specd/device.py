@@ -25,6 +25,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
+from specd.frames import Frames, Upload, fresh_upload
 from specd.timeline import Span, Timeline
 
 T = TypeVar("T")
@@ -211,12 +212,21 @@ class Device:
     """
 
     def __init__(
-        self, torch_device: torch.device, streams: dict[str, Stream], *, timeline: Timeline, poison: bool = False
+        self,
+        torch_device: torch.device,
+        streams: dict[str, Stream],
+        *,
+        timeline: Timeline,
+        frames: Frames | None = None,
     ) -> None:
         self.torch_device = torch_device
         self.timeline = timeline
-        self.poison = poison  # overwrite a step's inputs once it is over, to show who reads them late
+        self.frames = frames  # persistent inputs; None: a step's inputs are fresh tensors
         self._streams = streams
+
+    def upload(self, step: int) -> Upload:
+        """Where the inputs of a step go."""
+        return fresh_upload(self.torch_device) if self.frames is None else self.frames.of(step)
 
     def stream(self, stage: str) -> Stream:
         """stage: "draft", "verify", "accept" or "refill"."""
@@ -255,6 +265,6 @@ def chaos_device(seed: int, *, layout: str = "stages", timeline: Timeline | None
     timeline = timeline or Timeline()
     names = sorted(set(_LAYOUTS[layout].values()))
     streams = {name: ChaosStream(name, timeline, seed=seed * 31 + i) for i, name in enumerate(names)}
-    return Device(
-        torch.device("cpu"), {s: streams[n] for s, n in _LAYOUTS[layout].items()}, timeline=timeline, poison=True
-    )
+    device = torch.device("cpu")
+    stages: dict[str, Stream] = {stage: streams[name] for stage, name in _LAYOUTS[layout].items()}
+    return Device(device, stages, timeline=timeline, frames=Frames(device, poisons=True))

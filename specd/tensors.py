@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from specd.frames import Upload, fresh_upload
 from specd.step import I32, indptr
 
 
@@ -57,13 +58,16 @@ def batch_info(
     page_indices: I32,
     slots: I32,
     page_size: int,
-    device: torch.device,
+    device: torch.device | None = None,
+    upload: Upload | None = None,
     tree: TokenTree | None = None,
 ) -> BatchInfo:
     """Builds a BatchInfo from host lengths. kv_lens count the query rows. A row's pages beyond its kv_len are left out.
 
     page_indptr i32[B + 1] and page_indices i32[P] may hold more pages than kv_lens need. With a tree: `with_tree`.
+    The tensors are fresh ones on `device`, or where `upload` puts them.
     """
+    put = upload or fresh_upload(device or torch.device("cpu"))
     offsets = indptr(query_lens)
     total = int(offsets[-1])
     rows = np.repeat(np.arange(len(query_lens)), query_lens)
@@ -77,17 +81,14 @@ def batch_info(
     kv_indices = page_indices[page_indptr[page_rows] + page_cols].astype(np.int32)
     last_page_len = (kv_lens - (num_pages - 1) * page_size).astype(np.int32)
 
-    def put(array: np.ndarray[tuple[int, ...], np.dtype[np.int64]] | I32) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(device, non_blocking=True)
-
     info = BatchInfo(
-        positions=put(positions),
-        qo_indptr=put(offsets),
-        kv_indptr=put(kv_indptr),
-        kv_indices=put(kv_indices),
-        kv_last_page_len=put(last_page_len),
-        write_slots=put(write_slots),
-        slots=put(slots.astype(np.int64)),
+        positions=put("positions", positions),
+        qo_indptr=put("qo_indptr", offsets),
+        kv_indptr=put("kv_indptr", kv_indptr),
+        kv_indices=put("kv_indices", kv_indices),
+        kv_last_page_len=put("kv_last_page_len", last_page_len),
+        write_slots=put("write_slots", write_slots),
+        slots=put("slots", slots.astype(np.int64)),
         query_lens_cpu=query_lens,
         kv_lens_cpu=kv_lens,
         kv_indptr_cpu=kv_indptr,

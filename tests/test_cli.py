@@ -22,7 +22,7 @@ from specd.config import Config
 from specd.detokenizer import LeadingSpace
 from specd.errors import ConfigError, EngineError, FetchError, ModelError, SpecdError
 from specd.request import FinishReason, Request, SequenceDelta, SequenceStats, TokenOrigin
-from tests.test_daemon import INFO
+from tests.daemons import INFO
 
 T, D, N, B = TokenOrigin.TARGET, TokenOrigin.DRAFT, TokenOrigin.NGRAM, TokenOrigin.BONUS
 STATS = SequenceStats(

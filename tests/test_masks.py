@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from specd.frames import fresh_upload
 from specd.pipeline.accept import accept_rows
 from specd.pipeline.verify import upload
 from specd.sampling.chain import DEFAULT_SETTINGS
@@ -59,7 +60,9 @@ def step(
     plan = plan_of(states, [drafts.shape[1]] * len(states))
     before = torch.cat([torch.tensor(lasts)[:, None], drafts], dim=1).flatten()
     output = TargetOutput(logits=table[before])
-    return accept_rows(rule, DEFAULT_SETTINGS, plan, upload(plan, CPU), DraftTokens(tokens=drafts), output, masks)
+    return accept_rows(
+        rule, DEFAULT_SETTINGS, plan, upload(plan, fresh_upload(CPU)), DraftTokens(tokens=drafts), output, masks
+    )
 
 
 def masks_of(allow: Allow, lasts: list[int], drafts: torch.Tensor) -> torch.Tensor:

@@ -26,6 +26,7 @@ from torch._subclasses.fake_tensor import (
 import specd
 from specd.attention.torch_attention import TorchAttention
 from specd.drafters.lm import LMDrafter
+from specd.frames import fresh_upload
 from specd.kv import PagedFeatures, PagedKV
 from specd.models.llama import Llama
 from specd.pipeline.accept import accept_rows
@@ -244,7 +245,7 @@ class Rig:
         return DraftState(logits, None if width is None else torch.zeros((8, width), device=self.device))
 
     def verify(self, plan: StepPlan, drafts: DraftTokens) -> tuple[VerifyBatch, TargetOutput]:
-        batch = upload(plan, self.device)
+        batch = upload(plan, fresh_upload(self.device))
         return batch, forward(self.target, self.kv, self.features, "last", batch, drafts)
 
 
@@ -312,7 +313,7 @@ def padded_stage(rig: Rig) -> DraftState:
 
 def aux_features(rig: Rig) -> torch.Tensor:
     plan = make_plan(extra=1, refill=Refill.NEWEST)
-    batch = upload(plan, rig.device)
+    batch = upload(plan, fresh_upload(rig.device))
     _, read = rig.target.forward(batch.tokens, batch.info, rig.kv, features="aux")
     assert read is not None
     return read

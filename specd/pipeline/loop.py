@@ -153,8 +153,8 @@ class Pipeline:
                 self._check_drafts(launched, reports)
             self._check_refill(launched, previous, whole=whole)
             deltas, scheduled = self._next_step(deltas)
-        if self._device.poison and previous is not None:
-            (await previous.batch).poison()
+        if self._device.frames is not None and previous is not None:
+            self._device.frames.retire(previous.plan.step)
         return deltas, scheduled
 
     def _next_step(self, deltas: list[SequenceDelta]) -> tuple[list[SequenceDelta], ScheduledStep | None]:

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from specd.device import Device, Handle
+from specd.frames import Upload
 from specd.kv import PagedFeatures, PagedKV
 from specd.models.base import Model
 from specd.step import StepPlan, indptr
@@ -31,15 +32,9 @@ class VerifyBatch:
     draft_index: torch.Tensor  # i64[D] ... and its place in DraftTokens.tokens, flattened
     logit_rows: torch.Tensor  # i64[R]
 
-    def poison(self) -> None:
-        """Overwrites the inputs once the step is over: whoever reads them late shows. Tests only."""
-        with torch.inference_mode():  # they were made in it
-            for tensor in (self.tokens, self.info.positions, self.info.write_slots, self.logit_rows):
-                tensor.fill_(-(1 << 40))
 
-
-def upload(plan: StepPlan, device: torch.device) -> VerifyBatch:
-    """What the target's forward needs of a plan."""
+def upload(plan: StepPlan, put: Upload) -> VerifyBatch:
+    """What the target's forward needs of a plan, where `put` puts it."""
     offsets = indptr(plan.query_lens)
     info = batch_info(
         query_lens=plan.query_lens,
@@ -48,7 +43,7 @@ def upload(plan: StepPlan, device: torch.device) -> VerifyBatch:
         page_indices=plan.page_indices,
         slots=plan.slots,
         page_size=plan.page_size,
-        device=device,
+        upload=put,
     )
     known = plan.num_known
     token_rows = np.repeat(np.arange(plan.num_rows), plan.query_lens)
@@ -62,10 +57,13 @@ def upload(plan: StepPlan, device: torch.device) -> VerifyBatch:
     # An emitting row has logits for its last known token and for each draft.
     logit_rows = np.flatnonzero((column >= known[token_rows] - 1) & (plan.emits[token_rows] > 0))
 
-    def put(array: np.ndarray[tuple[int, ...], np.dtype[np.int64]]) -> torch.Tensor:
-        return torch.from_numpy(array.astype(np.int64)).to(device, non_blocking=True)
-
-    return VerifyBatch(info, put(tokens), put(draft_positions), put(draft_index), put(logit_rows))
+    return VerifyBatch(
+        info,
+        tokens=put("tokens", tokens),
+        draft_positions=put("draft_positions", draft_positions),
+        draft_index=put("draft_index", draft_index.astype(np.int64)),
+        logit_rows=put("logit_rows", logit_rows),
+    )
 
 
 def forward(
@@ -86,9 +84,9 @@ def forward(
     return TargetOutput(logits=model.logits(hidden[batch.logit_rows]), features=read)
 
 
-def prepare(model: Model, plan: StepPlan, device: torch.device) -> VerifyBatch:
+def prepare(model: Model, plan: StepPlan, put: Upload) -> VerifyBatch:
     """`upload`, with the model's attention planned."""
-    batch = upload(plan, device)
+    batch = upload(plan, put)
     return dataclasses.replace(batch, info=model.prepare(batch.info))
 
 
@@ -106,8 +104,8 @@ class VerifyStage:
         self._stream = device.stream("verify")
 
     def prepare(self, plan: StepPlan) -> Handle[VerifyBatch]:
-        device = self._device.torch_device
-        return self._stream.launch(prepare, self._model, plan, device, stage="upload", step=plan.step)
+        put = self._device.upload(plan.step)
+        return self._stream.launch(prepare, self._model, plan, put, stage="upload", step=plan.step)
 
     def launch(self, plan: StepPlan, batch: Handle[VerifyBatch], drafts: Handle[DraftTokens]) -> Handle[TargetOutput]:
         return self._stream.launch(
