@@ -14,6 +14,7 @@ import argparse
 import asyncio
 import os
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -60,10 +61,14 @@ class _FirstToken:
 class TransformersSide:
     """`generate` on left-padded batches of exactly the load's concurrency. Blocks the loop: nothing else runs then."""
 
-    def __init__(self, name: str, model: Any, threads: int, **options: Any) -> None:
+    def __init__(
+        self, name: str, model: Any, threads: int, *, decode: Callable[[list[int]], str] | None = None, **options: Any
+    ) -> None:
+        """decode: for samples with a text, where another side tells no token ids. options are `generate`'s."""
         self.name = name
         self._model = model
         self._threads = threads
+        self._decode = decode
         self._options = options
 
     def takes(self, load: Load) -> bool:
@@ -92,7 +97,11 @@ class TransformersSide:
             **self._options,
         )
         end = time.perf_counter()
-        return [Sample(start, first.time_s, end, tuple(row[longest:].tolist())) for row in output]
+        answers = [row[longest:].tolist() for row in output]
+        texts = [self._decode(ids) if self._decode else None for ids in answers]
+        return [
+            Sample(start, first.time_s, end, tuple(ids), text=text) for ids, text in zip(answers, texts, strict=True)
+        ]
 
     async def close(self) -> None:
         self._model = None

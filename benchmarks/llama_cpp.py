@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 import json
 import sys
 from collections.abc import Mapping
@@ -20,7 +21,6 @@ from benchmarks.measure import Load, Sample
 from specd.errors import ModelError
 
 PLAIN = "llama.cpp"
-_MAP = {"size_n": 3, "size_m": 8}
 _LINE_LIMIT = 1 << 26  # bytes of a reply
 
 
@@ -35,7 +35,7 @@ class LlamaMode:
 
 def _short(section: str) -> dict[str, int]:
     """Matches of 3 tokens and drafts of at most 8; llama.cpp's own are 12 (24) and 48 (64)."""
-    return {f"{section}.{name}": value for name, value in _MAP.items()}
+    return {f"{section}.size_n": 3, f"{section}.size_m": 8}
 
 
 # Modes that need weights (draft-simple, draft-eagle3, draft-mtp, draft-dflash, draft-dspark) are left out: there are
@@ -91,7 +91,7 @@ class LlamaSide:
             await self._start()
         questions = [[question.prompt_ids, question.num_tokens] for question in load.questions]
         reply = await self._exchange({"concurrency": load.concurrency, "questions": questions})
-        return [_sample(answer) for answer in reply["answers"]]
+        return [self._sample(answer) for answer in reply["answers"]]
 
     async def close(self) -> None:
         process, self._process = self._process, None
@@ -124,17 +124,18 @@ class LlamaSide:
         reply: dict[str, Any] = orjson.loads(line)
         return reply
 
-
-def _sample(answer: dict[str, Any]) -> Sample:
-    times = answer["times_s"]
-    return Sample(
-        start_s=answer["start_s"],
-        first_s=times[0],
-        end_s=times[-1],
-        token_ids=(),
-        gaps_s=tuple(b - a for a, b in zip(times, times[1:], strict=False)),
-        num_drafted=answer["num_drafted"],
-        num_accepted=answer["num_accepted"],
-        text=answer["text"],
-        num_counted=answer["num_tokens"],
-    )
+    def _sample(self, answer: dict[str, Any]) -> Sample:
+        times = answer["times_s"]
+        # Tokens of one speculative step come one by one: the gaps between them say nothing about steps.
+        gaps = [b - a for a, b in itertools.pairwise(times)] if self._mode.type == "NONE" else []
+        return Sample(
+            start_s=answer["start_s"],
+            first_s=times[0],
+            end_s=times[-1],
+            token_ids=(),
+            gaps_s=tuple(gaps),
+            num_drafted=answer["num_drafted"],
+            num_accepted=answer["num_accepted"],
+            text=answer["text"],
+            num_untold=answer["num_tokens"],
+        )

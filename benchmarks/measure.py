@@ -16,8 +16,9 @@ import shlex
 import statistics
 import sys
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import orjson
@@ -41,7 +42,10 @@ class Question:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Sample:
-    """One answer. Times are of time.perf_counter; gaps are the seconds between what arrived together."""
+    """One answer. Times are of time.perf_counter; gaps are the seconds between what arrived together.
+
+    An engine that tells no token ids leaves them empty and gives their number (`num_untold`).
+    """
 
     start_s: float
     first_s: float
@@ -51,6 +55,18 @@ class Sample:
     num_drafted: int = 0
     num_accepted: int = 0
     num_spec_steps: int = 0
+    text: str | None = None  # without special tokens
+    num_untold: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids) or self.num_untold
+
+    def equals(self, other: Sample) -> bool:
+        """The same answer, by token ids where both have them, else by text."""
+        if self.token_ids and other.token_ids:
+            return self.token_ids == other.token_ids
+        return self.text is not None and self.text == other.text
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -122,12 +138,14 @@ class SpecdSide:
 async def _sample(stream: AsyncIterator[SequenceDelta], start: float) -> Sample:
     times: list[float] = []
     tokens: list[int] = []
+    text = ""
     async for delta in stream:
         if delta.error is not None:
             raise delta.error
         if delta.token_ids:
             times.append(time.perf_counter())
             tokens += delta.token_ids
+        text += delta.text
         stats = delta.stats
     assert stats is not None
     return Sample(
@@ -139,6 +157,7 @@ async def _sample(stream: AsyncIterator[SequenceDelta], start: float) -> Sample:
         num_drafted=stats.num_draft_tokens,
         num_accepted=stats.num_accepted_tokens,
         num_spec_steps=stats.num_spec_steps,
+        text=text,
     )
 
 
@@ -173,7 +192,7 @@ async def alternate(sides: Sequence[Side], loads: Sequence[Load], num_rounds: in
 def figures(samples: Sequence[Sample]) -> dict[str, float | None]:
     """Of one round. tokens_per_s: all tokens over the whole time, prompts included. decode_tokens_per_s: tokens after
     each answer's first over the time in which any answer was past its first."""
-    tokens = sum(len(sample.token_ids) for sample in samples)
+    tokens = sum(sample.num_tokens for sample in samples)
     wall = max(sample.end_s for sample in samples) - min(sample.start_s for sample in samples)
     decoding = _union([(sample.first_s, sample.end_s) for sample in samples])
     steps = sum(sample.num_spec_steps for sample in samples)
@@ -204,37 +223,47 @@ def _union(spans: Sequence[tuple[float, float]]) -> float:
     return total
 
 
-_RATIOS = ("tokens_per_s", "decode_tokens_per_s", "ttft_ms", "gap_p99_ms")
+_RATIOS = ("tokens_per_s", "decode_tokens_per_s", "ttft_ms", "gap_p50_ms", "gap_p99_ms")
 
 
-def table(cells: Sequence[Cell], *, against: str) -> list[dict[str, Any]]:
-    """One entry a cell: medians over rounds, and the ratio to the side `against` within each round."""
+def table(
+    cells: Sequence[Cell], *, against: str, own: Mapping[str, str] = MappingProxyType({})
+) -> list[dict[str, Any]]:
+    """One entry a cell: medians over rounds, and the ratio to the side `against` within each round.
+
+    own: side -> the side that does the same without drafts; gives the ratio to that too. A base that did not take a
+    cell's load is left out of its entry.
+    """
+    bases = {(cell.load, cell.side): cell for cell in cells}
     entries = []
     for cell in cells:
-        base = next(c for c in cells if c.load is cell.load and c.side == against)
-        ours, theirs = ([figures(samples) for samples in c.rounds] for c in (cell, base))
-        expected = [sample.token_ids for sample in base.rounds[0]]
-        equal = sum(s.token_ids == e for s, e in zip(cell.rounds[0], expected, strict=True))
-        entries.append(
-            {
-                "kind": cell.load.kind,
-                "concurrency": cell.load.concurrency,
-                "side": cell.side,
-                "median": {name: _median([round_[name] for round_ in ours]) for name in ours[0]},
-                f"ratio to {against}": {
-                    name: _quartiles([_ratio(a[name], b[name]) for a, b in zip(ours, theirs, strict=True)])
-                    for name in _RATIOS
-                },
-                "answers": len(expected),
-                f"answers equal to {against}": equal,
-                "rounds": ours,
-            }
-        )
+        rounds = [figures(samples) for samples in cell.rounds]
+        entry: dict[str, Any] = {
+            "kind": cell.load.kind,
+            "concurrency": cell.load.concurrency,
+            "side": cell.side,
+            "prompt_tokens": statistics.median(len(question.prompt_ids) for question in cell.load.questions),
+            "answers": len(cell.load.questions),
+            "median": {name: _median([round_[name] for round_ in rounds]) for name in rounds[0]},
+        }
+        for name, side in ((against, against), ("own plain", own.get(cell.side))):
+            base = bases.get((cell.load, side)) if side else None
+            if base is not None:
+                entry[f"ratio to {name}"] = {figure: ratio(cell, base, figure) for figure in _RATIOS}
+                entry[f"answers equal to {name}"] = _equal(cell, base)
+        entries.append({**entry, "rounds": rounds})
     return entries
 
 
-def _ratio(a: float | None, b: float | None) -> float | None:
-    return None if a is None or not b else a / b
+def ratio(cell: Cell, base: Cell, figure: str) -> dict[str, float | None]:
+    """Median and quartiles of the ratios within each round."""
+    pairs = [(figures(a)[figure], figures(b)[figure]) for a, b in zip(cell.rounds, base.rounds, strict=True)]
+    return _quartiles([a / b if a is not None and b else None for a, b in pairs])
+
+
+def _equal(cell: Cell, base: Cell) -> int:
+    """Answers of the first round that are the same."""
+    return sum(a.equals(b) for a, b in zip(cell.rounds[0], base.rounds[0], strict=True))
 
 
 def _median(values: Sequence[float | None]) -> float | None:
@@ -249,14 +278,15 @@ def _quartiles(values: Sequence[float | None]) -> dict[str, float | None]:
 # ---------------------------------------------------------------- the command
 
 
-def arguments(module: str, description: str) -> argparse.ArgumentParser:
-    """The options that all comparisons have."""
+def arguments(module: str, description: str, *, cells: bool = True) -> argparse.ArgumentParser:
+    """The options that all comparisons have. cells: also the ones that say which loads there are."""
     parser = argparse.ArgumentParser(prog=f"python -m {module}", description=description)
     parser.add_argument("--model", default="smollm2-135m", help="alias or .gguf file")
     parser.add_argument("--rounds", type=int, default=MIN_ROUNDS)
     parser.add_argument("--tokens", type=int, default=128, help="new tokens of an answer")
-    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8])
-    parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS))
+    if cells:
+        parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8])
+        parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS))
     parser.add_argument("--threads", type=int, default=0, help="0: all cores")
     parser.add_argument("--quick", action="store_true", help="one tiny round, to see that it works; not a measurement")
     parser.add_argument("--output", type=Path, help="default: a file named after the benchmark in benchmarks/results/")
@@ -264,11 +294,18 @@ def arguments(module: str, description: str) -> argparse.ArgumentParser:
 
 
 def write_result(
-    name: str, args: argparse.Namespace, before: dict[str, Any], entries: list[dict[str, Any]], *, variant: str = ""
+    name: str,
+    args: argparse.Namespace,
+    before: dict[str, Any],
+    entries: list[dict[str, Any]],
+    *,
+    variant: str = "",
+    packages: Sequence[str] = PACKAGES,
+    more: Mapping[str, Any] = MappingProxyType({}),
 ) -> Path:
     """The result as JSON, with command, machine and versions. before: `machine()` from before the first round.
 
-    name: the module in benchmarks/; with a variant both are in the file's name.
+    name: the module in benchmarks/; with a variant both are in the file's name. more: further fields of the file.
     """
     path: Path = args.output or RESULTS / f"{name}{variant and '-' + variant}{'-quick' if args.quick else ''}.json"
     content = {
@@ -276,9 +313,10 @@ def write_result(
         "command": f"python -m benchmarks.{name} {shlex.join(sys.argv[1:])}".strip(),
         "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "machine": before,
-        "versions": {package: importlib.metadata.version(package) for package in PACKAGES},
+        "versions": {package: importlib.metadata.version(package) for package in packages},
         "model": Path(args.model).name,
         "rounds": args.rounds,
+        **more,
         "results": entries,
     }
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -289,15 +327,18 @@ def write_result(
 def show(entries: Sequence[dict[str, Any]], *, against: str) -> str:
     """The table for people."""
     lines = [
-        f"{'kind':<6}{'at once':>8}  {'side':<28}{'tok/s':>8}{'x':>7}{'decode':>9}{'x':>7}{'TTFT ms':>9}{'kept':>7}"
+        f"{'kind':<10}{'at once':>8}  {'side':<32}{'tok/s':>8}{'x':>7}{'decode':>9}{'x':>7}{'TTFT ms':>9}{'x':>7}{'kept':>7}"
     ]
     for entry in entries:
-        median, ratio = entry["median"], entry[f"ratio to {against}"]
+        median, ratios = entry["median"], entry.get(f"ratio to {against}", {})
+        times = {name: ratios.get(name, {}).get("median") for name in _RATIOS}
+        equal = entry.get(f"answers equal to {against}", "-")
         lines.append(
-            f"{entry['kind']:<6}{entry['concurrency']:>8}  {entry['side']:<28}{_cell(median['tokens_per_s'], 8, 1)}"
-            f"{_cell(ratio['tokens_per_s']['median'], 7)}{_cell(median['decode_tokens_per_s'], 9, 1)}"
-            f"{_cell(ratio['decode_tokens_per_s']['median'], 7)}{_cell(median['ttft_ms'], 9, 0)}"
-            f"{_cell(median['drafts_kept'], 7)}  {entry[f'answers equal to {against}']}/{entry['answers']} equal"
+            f"{entry['kind']:<10}{entry['concurrency']:>8}  {entry['side']:<32}"
+            f"{_cell(median['tokens_per_s'], 8, 1)}{_cell(times['tokens_per_s'], 7)}"
+            f"{_cell(median['decode_tokens_per_s'], 9, 1)}{_cell(times['decode_tokens_per_s'], 7)}"
+            f"{_cell(median['ttft_ms'], 9, 0)}{_cell(times['ttft_ms'], 7)}"
+            f"{_cell(median['drafts_kept'], 7)}  {equal}/{entry['answers']} equal"
         )
     return "\n".join(lines)
 

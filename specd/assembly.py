@@ -63,11 +63,6 @@ class Parts:
 
 def assemble(config: Config, *, device: Device | None = None) -> Parts:
     """Loads and builds everything. Raises ConfigError, FetchError, ModelError or DraftError."""
-    if config.scheduler.max_running > config.scheduler.max_tokens:
-        raise ConfigError(
-            f"scheduler.max_running ({config.scheduler.max_running}) is more than scheduler.max_tokens "
-            f"({config.scheduler.max_tokens}): every running sequence needs a token of each step"
-        )
     choice = parse_draft(config.speculation.draft)
     threads = config.model.threads or os.cpu_count() or 1
     torch.set_num_threads(threads)
@@ -109,6 +104,7 @@ def build(
         features = _features(target, drafter, pool)
     settings = AcceptanceSettings(
         threshold=config.speculation.threshold,
+        threshold_score=config.speculation.threshold_score,
         typical_threshold=config.speculation.typical_threshold,
         typical_alpha=config.speculation.typical_alpha,
     )

@@ -25,7 +25,7 @@ from specd.request import FinishReason, Request, SequenceDelta
 from specd.selfcheck import self_check, warm_up
 from specd.sequence import Phase, Sequence
 from specd.status import EngineInfo, EngineState, EngineStats, RequestStatus
-from specd.text import Detokenizer, Tokenizer
+from specd.text import Detokenizer, PaddedTokens, Tokenizer
 
 log = get_logger(__name__)
 
@@ -63,18 +63,6 @@ class TokenStream(AsyncIterator[SequenceDelta]):
         if self.left:
             self._engine.abort(self.request.request_id)
         self._unread = 0
-
-
-class _HeadTokens:
-    """Bytes of every id that the model can emit: a head may be padded past the vocabulary, and padding has no text."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self.special_ids = tokenizer.special_ids
-        self.leading_space = tokenizer.leading_space
-
-    def token_bytes(self, token_id: int) -> bytes:
-        return self._tokenizer.token_bytes(token_id) if token_id < self._tokenizer.vocab_size else b""
 
 
 class _Live:
@@ -205,7 +193,7 @@ class Engine:
             max_len=self.info.max_len,
             max_draft=max_draft,
             histogram_len=self.info.max_draft + 1,
-            detokenizer=Detokenizer(_HeadTokens(self.tokenizer), request.sampling.skip_special_tokens),
+            detokenizer=Detokenizer(PaddedTokens(self.tokenizer), request.sampling.skip_special_tokens),
             keys=BlockKeys(
                 secret=self._secret,
                 salt=request.cache_salt,

@@ -52,7 +52,7 @@ class Simulation:
     source: DraftSource = NGRAM
     draft_s: float = 0.0  # one forward of the drafter
     rows: int = 1
-    slow: Callable[[int], float] = lambda step: 1.0  # factor on a step's verify
+    slow: Callable[[int, int], float] = lambda step, size: 1.0  # factor on a step's verify
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -79,7 +79,7 @@ class Simulation:
         forwards = max(0, max(chosen, default=0) - 1) if self.source is DRAFTER else 0
         wants = [self.policy.wants_drafter(s, drafting=lengths[id(s)] > 0) for s in self.sequences]
         self.carried = {id(s): wanted for s, wanted in zip(self.sequences, wants, strict=True)}
-        verify_s = self.verify(self.rows + sum(chosen)) * self.slow(self.step)
+        verify_s = self.verify(self.rows + sum(chosen)) * self.slow(self.step, self.rows + sum(chosen))
         refill_s = self.draft_s * self.refilled
         duration = verify_s + forwards * self.draft_s + refill_s + 0.0005
         stats = stats_of(
@@ -252,7 +252,14 @@ def test_a_drafter_that_does_not_pay_is_left_and_retried() -> None:
 @pytest.mark.parametrize("source", [NGRAM, DRAFTER])
 def test_one_slow_step_does_not_end_speculation(source: DraftSource) -> None:
     """The first measurement of a size may be an accident: a page fault, another process."""
-    adaptive = Simulation(AdaptiveLength(), flat, 0.8, source, slow=lambda step: 10.0 if step < 6 else 1.0)
+    seen: set[int] = set()
+
+    def first_time(step: int, size: int) -> float:
+        known = size in seen
+        seen.add(size)
+        return 1.0 if known else 10.0
+
+    adaptive = Simulation(AdaptiveLength(), flat, 0.8, source, slow=first_time)
     adaptive.run(600)
     speed, drafts = adaptive.run(400)
     assert drafts > 2
@@ -260,7 +267,7 @@ def test_one_slow_step_does_not_end_speculation(source: DraftSource) -> None:
 
 
 def test_rare_slow_steps_are_not_a_reason_to_stop() -> None:
-    adaptive = Simulation(AdaptiveLength(), flat, 0.8, slow=lambda step: 8.0 if step % 40 == 7 else 1.0)
+    adaptive = Simulation(AdaptiveLength(), flat, 0.8, slow=lambda step, size: 8.0 if step % 40 == 7 else 1.0)
     adaptive.run(300)
     assert adaptive.run(700)[1] > 2
 

@@ -303,6 +303,18 @@ def test_a_choice_does_not_wait_for_one_that_failed() -> None:
     assert reason(world, second) is FinishReason.LENGTH
 
 
+def test_chunks_of_a_prompt_that_failed_in_the_end_are_not_found() -> None:
+    """What made it fail may stand in the first one."""
+    world = World(page_size=4, max_tokens=8, length=0)
+    first, second = world.add(PROMPT[:20], max_tokens=3, n=2)
+    while first.num_computed < 16:
+        world.step()
+    world.step(Faults(nan=1.0))
+    assert first.phase is Phase.FINISHED
+    assert second.num_cached == 0
+    world.run()
+
+
 def test_short_prompts_have_nothing_to_share_and_do_not_wait() -> None:
     world = World(page_size=4, length=0)
     world.add(PROMPT[:4], n=3)

@@ -87,6 +87,34 @@ def test_a_prefix_without_drafter_kv_is_caught_up(traits: DraftTraits) -> None:
     world.run()
 
 
+@pytest.mark.parametrize("event", ["pause", "preemption", "failure"])
+def test_pages_remember_a_catch_up(event: str) -> None:
+    """Whatever set their marks back: who finds the prefix later does not refill it again."""
+    world = World(traits=LM, page_size=4, num_pages=16)
+    policy = moody(world)
+    policy.willing = event != "pause"
+    (sequence,) = world.add(PROMPT[:12], max_tokens=30)
+    run_until_decoding(world, sequence)
+    if event == "preemption":
+        world.scheduler._preempt(sequence)
+        world.pool.flush()
+        world.scheduled = None
+    elif event == "failure":
+        world.step(Faults(refill=1.0))
+        world.step()
+    assert sequence.drafter_len == 0
+    policy.willing = True
+    while not sequence.carry_valid:
+        assert world.step()
+    world.step()
+    sequence.abort_requested = True
+    world.run()
+    (later,) = world.add(PROMPT[:12], max_tokens=8)
+    world.step()
+    assert (later.num_cached, later.drafter_len) == (8, 8)
+    world.run()
+
+
 def test_a_failed_refill_sets_every_mark_back() -> None:
     world = World(traits=LM, page_size=4)
     (first,) = world.add(PROMPT[:9], max_tokens=30)
