@@ -127,7 +127,13 @@ async def make_sides(args: argparse.Namespace) -> list[Side]:
         TransformersSide(BASELINE, model, threads),
         TransformersSide("transformers lookup", model, threads, prompt_lookup_num_tokens=LOOKUP_TOKENS),
     ]
-    common = [f"model.path={args.model}", f"model.threads={threads}", "model.dtype=float32", "model.max_len=1024"]
+    common = [
+        f"model.path={args.model}",
+        f"model.threads={threads}",
+        "model.dtype=float32",
+        "model.max_len=1024",
+        "model.kernels=torch",
+    ]
     for name, settings in SPECD.items():
         sides.append(await SpecdSide.create(name, [*common, *settings]))
     return sides

@@ -115,7 +115,9 @@ class LlamaSide:
     async def _exchange(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Raises ModelError when the process ends; it has said why on standard error."""
         process = self._process
-        assert process is not None and process.stdin is not None and process.stdout is not None
+        assert process is not None
+        assert process.stdin is not None
+        assert process.stdout is not None
         process.stdin.write(json.dumps(request).encode() + b"\n")
         await process.stdin.drain()
         line = await process.stdout.readline()
@@ -138,4 +140,5 @@ class LlamaSide:
             num_accepted=answer["num_accepted"],
             text=answer["text"],
             num_untold=answer["num_tokens"],
+            arrivals=tuple((at, 1) for at in times),
         )

@@ -57,6 +57,7 @@ class Sample:
     num_spec_steps: int = 0
     text: str | None = None  # without special tokens
     num_untold: int = 0
+    arrivals: tuple[tuple[float, int], ...] = ()  # (time, tokens), the first one included; empty: not known
 
     @property
     def num_tokens(self) -> int:
@@ -136,28 +137,29 @@ class SpecdSide:
 
 
 async def _sample(stream: AsyncIterator[SequenceDelta], start: float) -> Sample:
-    times: list[float] = []
+    arrivals: list[tuple[float, int]] = []
     tokens: list[int] = []
     text = ""
     async for delta in stream:
         if delta.error is not None:
             raise delta.error
         if delta.token_ids:
-            times.append(time.perf_counter())
+            arrivals.append((time.perf_counter(), len(delta.token_ids)))
             tokens += delta.token_ids
         text += delta.text
         stats = delta.stats
     assert stats is not None
     return Sample(
         start_s=start,
-        first_s=times[0],
-        end_s=times[-1],
+        first_s=arrivals[0][0],
+        end_s=arrivals[-1][0],
         token_ids=tuple(tokens),
-        gaps_s=tuple(b - a for a, b in itertools.pairwise(times)),
+        gaps_s=tuple(b - a for (a, _), (b, _) in itertools.pairwise(arrivals)),
         num_drafted=stats.num_draft_tokens,
         num_accepted=stats.num_accepted_tokens,
         num_spec_steps=stats.num_spec_steps,
         text=text,
+        arrivals=tuple(arrivals),
     )
 
 
@@ -191,17 +193,19 @@ async def alternate(sides: Sequence[Side], loads: Sequence[Load], num_rounds: in
 
 def figures(samples: Sequence[Sample]) -> dict[str, float | None]:
     """Of one round. tokens_per_s: all tokens over the whole time, prompts included. decode_tokens_per_s: tokens after
-    each answer's first over the time in which any answer was past its first."""
+    each answer's first over the time in which any answer was past its first. full_tokens_per_s: of decoding alone, see
+    `_full_rate`."""
     tokens = sum(sample.num_tokens for sample in samples)
     wall = max(sample.end_s for sample in samples) - min(sample.start_s for sample in samples)
-    decoding = _union([(sample.first_s, sample.end_s) for sample in samples])
+    decoding = union([(sample.first_s, sample.end_s) for sample in samples])
     steps = sum(sample.num_spec_steps for sample in samples)
     drafted = sum(sample.num_drafted for sample in samples)
     accepted = sum(sample.num_accepted for sample in samples)
     gaps = [gap for sample in samples for gap in sample.gaps_s]
     return {
         "tokens_per_s": tokens / wall,
-        "decode_tokens_per_s": (tokens - len(samples)) / decoding if decoding else None,
+        "decode_tokens_per_s": (tokens - len(samples)) / decoding if decoding and tokens > len(samples) else None,
+        "full_tokens_per_s": _full_rate(samples),
         "ttft_ms": 1e3 * statistics.median(sample.first_s - sample.start_s for sample in samples),
         "gap_p50_ms": _milliseconds(percentile(gaps, 50)),
         "gap_p99_ms": _milliseconds(percentile(gaps, 99)),
@@ -214,7 +218,7 @@ def _milliseconds(seconds: float | None) -> float | None:
     return None if seconds is None else 1e3 * seconds
 
 
-def _union(spans: Sequence[tuple[float, float]]) -> float:
+def union(spans: Sequence[tuple[float, float]]) -> float:
     """Seconds covered by at least one span."""
     total, until = 0.0, float("-inf")
     for start, end in sorted(spans):
@@ -223,7 +227,28 @@ def _union(spans: Sequence[tuple[float, float]]) -> float:
     return total
 
 
-_RATIOS = ("tokens_per_s", "decode_tokens_per_s", "ttft_ms", "gap_p50_ms", "gap_p99_ms")
+def _full_rate(samples: Sequence[Sample]) -> float | None:
+    """Tokens a second while as many answers were past their first token as ever were at once: no prompt is computed
+    for any of them then. Where arrivals are not known they are taken as even."""
+    spans = [(sample.first_s, sample.end_s) for sample in samples]
+    edges = sorted({edge for span in spans for edge in span})
+    windows = list(itertools.pairwise(edges))
+    active = [sum(first <= a and b <= end for first, end in spans) for a, b in windows]
+    full = [window for window, count in zip(windows, active, strict=True) if count == max(active, default=0)]
+    seconds = sum(b - a for a, b in full)
+    tokens = sum(_tokens_within(sample, a, b) for a, b in full for sample in samples)
+    return tokens / seconds if tokens else None
+
+
+def _tokens_within(sample: Sample, start_s: float, end_s: float) -> float:
+    if sample.arrivals:
+        return sum(count for at, count in sample.arrivals if start_s < at <= end_s and at > sample.first_s)
+    if not sample.first_s <= start_s < end_s <= sample.end_s:
+        return 0.0
+    return (sample.num_tokens - 1) * (end_s - start_s) / (sample.end_s - sample.first_s)
+
+
+_RATIOS = ("tokens_per_s", "decode_tokens_per_s", "full_tokens_per_s", "ttft_ms", "gap_p50_ms", "gap_p99_ms")
 
 
 def table(
@@ -327,7 +352,8 @@ def write_result(
 def show(entries: Sequence[dict[str, Any]], *, against: str) -> str:
     """The table for people."""
     lines = [
-        f"{'kind':<10}{'at once':>8}  {'side':<32}{'tok/s':>8}{'x':>7}{'decode':>9}{'x':>7}{'TTFT ms':>9}{'x':>7}{'kept':>7}"
+        f"{'kind':<10}{'at once':>8}  {'side':<32}{'tok/s':>8}{'x':>7}{'decode':>9}{'x':>7}{'TTFT ms':>9}{'x':>7}"
+        f"{'kept':>7}"
     ]
     for entry in entries:
         median, ratios = entry["median"], entry.get(f"ratio to {against}", {})

@@ -1,17 +1,13 @@
 """specd beside llama.cpp and transformers: one GGUF file, one machine, alternating in one run.
 
-    python -m benchmarks.peers                                  # everything: hours; better in pieces, below
-    python -m benchmarks.peers --loads chat-1 copy-1 --piece one
-    python -m benchmarks.peers --loads chat-8 copy-8 --piece eight
-    python -m benchmarks.peers --loads chat-32 copy-32 --sides 'specd native fast *' --piece many
-    python -m benchmarks.peers --loads ttft-200 ttft-1000 ttft-4000 --sides '* none' llama.cpp transformers --piece ttft
-    python -m benchmarks.peers --list                           # the names of sides and loads
-    python -m benchmarks.peers --quick                          # a few minutes, to see that it works
+    python -m benchmarks.peers --loads chat-1 copy-1 --piece one    # in pieces; all at once takes hours
+    python -m benchmarks.peers --list                               # the names of sides and loads
+    python -m benchmarks.peers --quick                              # a few minutes, to see that it works
 
 Greedy, the same number of new tokens everywhere, no prefix cache anywhere. A load is KIND-CONCURRENCY (chat-1,
 copy-8), or ttft-LENGTH: one new token after a prompt of that many tokens. Shorter prompts are filled up with sentences
-that no other prompt has. Answers are compared, and only counted: specd's exact kernels compute in another precision
-than llama.cpp. Writes benchmarks/results/peers-PIECE.json and the same as a table in peers-PIECE.md.
+that no other prompt has. Answers are compared, and only counted: not all sides compute in the same precision. Writes
+benchmarks/results/peers-PIECE.json and the same as tables in peers-PIECE.md. benchmarks/README.md has all the pieces.
 """
 
 from __future__ import annotations
@@ -24,7 +20,7 @@ import random
 import re
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +61,10 @@ SPECULATION = {
 SPECD = {f"specd {k} {s}": [*KERNELS[k], *SPECULATION[s]] for k in KERNELS for s in SPECULATION}
 OWN_PLAIN = {f"specd {k} {s}": f"specd {k} none" for k in KERNELS for s in SPECULATION if s != "none"}
 OWN_PLAIN |= {name: PLAIN for name in MODES if name != PLAIN}
-TRANSFORMERS = {"transformers": {}, "transformers lookup": {"prompt_lookup_num_tokens": LOOKUP_TOKENS}}
+TRANSFORMERS: Mapping[str, Mapping[str, int]] = {
+    "transformers": {},
+    "transformers lookup": {"prompt_lookup_num_tokens": LOOKUP_TOKENS},
+}
 OWN_PLAIN["transformers lookup"] = "transformers"
 SIDES = (*SPECD, *MODES, *TRANSFORMERS)
 
@@ -120,7 +119,8 @@ def make_load(tokenizer: Tokenizer, name: str, args: argparse.Namespace) -> Load
         return Load(name, 1, tuple(Question(ids, 1) for ids in prompts))
     kind, concurrency = match[1], int(match[2])
     count = -(-args.prompts // concurrency) * concurrency  # batches that are full
-    texts = [KINDS[kind][i % len(KINDS[kind])] for i in range(count)]
+    known = KINDS[kind]
+    texts = [known[i * len(known) // count if count < len(known) else i % len(known)] for i in range(count)]
     prompts = [filled(tokenizer, text, args.prompt_tokens, f"{kind} {i}") for i, text in enumerate(texts)]
     return Load(kind, concurrency, tuple(Question(ids, args.tokens) for ids in prompts))
 
@@ -166,8 +166,6 @@ async def make_sides(names: Sequence[str], loads: Sequence[Load], args: argparse
     context = -(-(longest + _SPARE) // _PAGE) * _PAGE
     common = [f"model.path={args.model}", f"model.threads={threads}", f"model.max_len={context}"]
     common.append(f"scheduler.max_running={most}")
-    transformers = load_transformers(path) if any(name in TRANSFORMERS for name in names) else None
-    tokenizer = Tokenizer.load(path, read_metadata=read_metadata)
     sides: list[Side] = []
     try:
         for name in names:
@@ -176,14 +174,22 @@ async def make_sides(names: Sequence[str], loads: Sequence[Load], args: argparse
             elif name in MODES:
                 slots = min(most, PEERS_MOST)
                 sides.append(await LlamaSide.create(name, model=path, threads=threads, slots=slots, context=context))
-            else:
-                transformers.generation_config.eos_token_id = None
-                side = TransformersSide(name, transformers, threads, decode=tokenizer.decode, **TRANSFORMERS[name])
-                sides.append(_Capped(side, PEERS_MOST))
+        sides += transformers_sides([name for name in names if name in TRANSFORMERS], path, threads)
     except BaseException:
         await close(sides)
         raise
     return sides
+
+
+def transformers_sides(names: Sequence[str], path: Path, threads: int) -> list[Side]:
+    """One model, in fp32, for all of them."""
+    if not names:
+        return []
+    model = load_transformers(path)
+    model.generation_config.eos_token_id = None
+    decode = Tokenizer.load(path, read_metadata=read_metadata).decode
+    sides = [TransformersSide(name, model, threads, decode=decode, **TRANSFORMERS[name]) for name in names]
+    return [_Capped(side, PEERS_MOST) for side in sides]
 
 
 async def close(sides: Sequence[Side]) -> None:
@@ -246,7 +252,7 @@ def main() -> None:
     parser.add_argument(
         "--loads", nargs="+", type=load_name, default=list(LOADS), metavar="LOAD", help="chat-N, copy-N, ttft-N"
     )
-    parser.add_argument("--prompts", type=int, default=2, help="prompts of a load; batches are always full")
+    parser.add_argument("--prompts", type=int, default=4, help="prompts of a load; batches are always full")
     parser.add_argument("--prompt-tokens", type=int, default=202, help="chat and copy prompts are filled up to so many")
     parser.add_argument("--piece", default="", help="becomes part of the result's file name")
     parser.add_argument("--list", action="store_true", help="print the names of sides and loads")

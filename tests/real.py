@@ -113,7 +113,7 @@ async def engine_of(
 ) -> AsyncIterator[Engine]:
     """An engine on the real model in fp32. num_pages: of the pool, for as many preemptions as it takes."""
     config = Config(
-        model=ModelConfig(path=str(path), max_len=max_len, dtype="float32", threads=THREADS),
+        model=ModelConfig(path=str(path), max_len=max_len, dtype="float32", threads=THREADS, kernels="torch"),
         speculation=SpeculationConfig(draft=draft, draft_len=draft_len, self_check=False),
         scheduler=SchedulerConfig(max_running=max_running, max_tokens=max_tokens),
         kv=KVConfig(memory="auto" if num_pages is None else num_pages * _page_bytes(path, draft), page_size=PAGE_SIZE),

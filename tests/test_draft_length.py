@@ -165,6 +165,22 @@ def test_an_outlier_does_not_count_like_a_trend() -> None:
     assert cost(1) == pytest.approx(0.03, rel=0.05), "a trend does"
 
 
+def test_a_size_measured_once_and_long_ago_is_tried_again() -> None:
+    cost = StepCost()
+    for size, times in ((1, 30), (5, 20), (9, 1)):
+        for _ in range(times):
+            cost.observe(size, 0.01 if size == 1 else 0.1)
+    for _ in range(50):
+        cost.observe(1, 0.01)
+    often, once = cost(5), cost(9)
+    assert often is not None
+    assert once is not None
+    assert once < 0.06 < 0.08 < often
+    for _ in range(400):
+        cost.observe(1, 0.01)
+    assert (cost(9) or 1.0) < 0.025
+
+
 # Adaptive
 
 
@@ -255,7 +271,7 @@ def test_one_slow_step_does_not_end_speculation(source: DraftSource) -> None:
     seen: set[int] = set()
 
     def first_time(step: int, size: int) -> float:
-        known = size in seen
+        known = size in seen or size == 1
         seen.add(size)
         return 1.0 if known else 10.0
 

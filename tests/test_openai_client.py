@@ -225,7 +225,19 @@ async def test_a_client_that_leaves_frees_everything(draft: str, folder: Path) -
 @contextlib.contextmanager
 def daemon(*arguments: str) -> Iterator[str]:
     """`specd serve` in a process of its own; gives its address, and expects it to end well on SIGTERM."""
-    command = [sys.executable, "-m", "specd", "serve", "--port", "0", "--set", "admin.enabled=false", *arguments]
+    command = [
+        sys.executable,
+        "-m",
+        "specd",
+        "serve",
+        "--port",
+        "0",
+        "--set",
+        "admin.enabled=false",
+        "--set",
+        "model.kernels=torch",
+        *arguments,
+    ]
     env = {**os.environ, "PYTHONUNBUFFERED": "1"}
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env) as process:
         try:

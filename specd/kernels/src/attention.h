@@ -132,18 +132,28 @@ static void weigh(float *scores, int seen, float scale, float *maximum, float *s
     *sum = sum_lanes(lanes);
 }
 
-/* merged takes in a segment's result: both are [D] value sums, then the maximum, then the sum. */
-static void merge(float *merged, const float *segment, int64_t width) {
-    float old = merged[width], own = segment[width], top = old > own ? old : own, factors[W] = {0};
-    factors[0] = old - top;
-    factors[1] = own - top;
-    vf_store(factors, vf_exp(vf_load(factors)));
-    VF keep = vf_set1(factors[0]), take = vf_set1(factors[1]);
-    for (int64_t d = 0; d < width; d += W) {
-        vf_store(merged + d, vf_fma(vf_load(merged + d), keep, vf_mul(vf_load(segment + d), take)));
+/* Results of queries first .. last - 1, [D] value sums, the maximum and the sum each: `merged` takes in `segment`. */
+static void merge(float *merged, const float *segment, int64_t first, int64_t last, int64_t width, float *factors) {
+    int64_t size = width + 2, padded = (last - first + 15) / 16 * 16;
+    float *keep = factors, *take = factors + padded;
+    for (int64_t q = 0; q < padded; q++) keep[q] = take[q] = 0.0f;
+    for (int64_t q = first; q < last; q++) {
+        float *old = merged + q * size + width;
+        float own = segment[q * size + width], top = *old > own ? *old : own;
+        keep[q - first] = *old - top;
+        take[q - first] = own - top;
+        *old = top;
     }
-    merged[width] = top;
-    merged[width + 1] = fmaf(merged[width + 1], factors[0], segment[width + 1] * factors[1]);
+    for (int64_t q = 0; q < 2 * padded; q += W) vf_store(factors + q, vf_exp(vf_load(factors + q)));
+    for (int64_t q = first; q < last; q++) {
+        float *into = merged + q * size;
+        const float *from = segment + q * size;
+        VF kept = vf_set1(keep[q - first]), taken = vf_set1(take[q - first]);
+        for (int64_t d = 0; d < width; d += W) {
+            vf_store(into + d, vf_fma(vf_load(into + d), kept, vf_mul(vf_load(from + d), taken)));
+        }
+        into[width + 1] = fmaf(into[width + 1], keep[q - first], from[width + 1] * take[q - first]);
+    }
 }
 
 static void merge_start(float *merged, int64_t width) {
@@ -163,6 +173,13 @@ static void write_out(const Attend *at, const Block *block, int64_t head, int64_
 INLINE int seen_by(const Attend *at, const Block *block, int64_t query, int64_t base, int64_t length) {
     int64_t seen = (block->prefix < length ? length : block->position + query / at->group + 1) - base;
     return seen < 0 ? 0 : seen > SPECD_SEGMENT ? SPECD_SEGMENT : (int)seen;
+}
+
+/* The first query that sees something of a segment; the later ones do too. */
+static int64_t first_seeing(const Attend *at, const Block *block, int64_t queries, int64_t segment, int64_t length) {
+    int64_t query = 0;
+    while (query < queries && seen_by(at, block, query, segment * SPECD_SEGMENT, length) == 0) query++;
+    return query;
 }
 
 /* Value sums of the block's queries in one segment, into scratch->segment. */
@@ -248,10 +265,7 @@ static void attend_item(const Attend *at, const Block *block, const AttendScratc
     for (int64_t q = 0; q < queries; q++) merge_start(s->merged + q * size, width);
     for (int64_t segment = 0; segment * SPECD_SEGMENT < length; segment++) {
         attend_segment(at, block, s, head, segment, length);
-        for (int64_t q = 0; q < queries; q++) {
-            if (seen_by(at, block, q, segment * SPECD_SEGMENT, length) == 0) continue;
-            merge(s->merged + q * size, s->segment + q * size, width);
-        }
+        merge(s->merged, s->segment, first_seeing(at, block, queries, segment, length), queries, width, s->factors);
     }
     for (int64_t q = 0; q < queries; q++) write_out(at, block, head, q, s->merged + q * size);
 }
@@ -260,13 +274,10 @@ static void attend_item(const Attend *at, const Block *block, const AttendScratc
 static void merge_item(const Attend *at, const Block *block, const AttendScratch *s, int64_t head) {
     int64_t width = at->model->head_dim, queries = block->count * at->group, size = width + 2;
     int64_t length = block_length(at, block, s->path);
-    for (int64_t q = 0; q < queries; q++) {
-        merge_start(s->merged, width);
-        for (int64_t segment = 0; segment < block->segments; segment++) {
-            if (seen_by(at, block, q, segment * SPECD_SEGMENT, length) == 0) continue;
-            int64_t item = head * block->segments + segment;
-            merge(s->merged, at->partial + block->partial + (item * queries + q) * size, width);
-        }
-        write_out(at, block, head, q, s->merged);
+    for (int64_t q = 0; q < queries; q++) merge_start(s->merged + q * size, width);
+    for (int64_t segment = 0; segment < block->segments; segment++) {
+        const float *partial = at->partial + block->partial + (head * block->segments + segment) * queries * size;
+        merge(s->merged, partial, first_seeing(at, block, queries, segment, length), queries, width, s->factors);
     }
+    for (int64_t q = 0; q < queries; q++) write_out(at, block, head, q, s->merged + q * size);
 }

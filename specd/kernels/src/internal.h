@@ -6,7 +6,8 @@
 
 #include "common.h"
 
-enum { BLOCK_QUERIES = 32 }; /* queries that share one reading of a segment, if a token's heads are not more */
+/* Queries that share one reading of a segment: at most this many, unless a single token's heads are more. */
+enum { BLOCK_QUERIES = 48 };
 
 /* What a projection reads of its input rows. Rows `columns` floats apart, padded to whole groups.
  * Exact: x and the sum of each group. Fast: one scale a row and group of 32, so no row depends on another. */
@@ -40,6 +41,7 @@ typedef struct {
     float *scores;           /* [Q, SEGMENT] */
     float *segment;          /* [Q, D + 2] value sums, maximum, sum of the current segment */
     float *merged;           /* [Q, D + 2] */
+    float *factors;          /* [2, Q padded to 16] of the running and of the segment's sums */
     const uint8_t **columns; /* [D] rows of `keys` */
     int32_t *path;           /* [tree nodes] nodes from the root to the query */
 } AttendScratch;

@@ -203,6 +203,7 @@ static void plan_scratch(Arena *arena, AttendScratch *s, const specd_model *mode
     s->scores = take(arena, queries * SPECD_SEGMENT, sizeof(float));
     s->segment = take(arena, queries * (width + 2), sizeof(float));
     s->merged = take(arena, queries * (width + 2), sizeof(float));
+    s->factors = take(arena, 2 * queries + 32, sizeof(float)); /* two halves, each padded to a multiple of 16 */
     s->columns = take(arena, width, sizeof *s->columns);
     s->path = take(arena, batch->tree_nodes + 1, sizeof *s->path);
 }
