@@ -228,13 +228,15 @@ def union(spans: Sequence[tuple[float, float]]) -> float:
 
 
 def _full_rate(samples: Sequence[Sample]) -> float | None:
-    """Tokens a second while as many answers were past their first token as ever were at once: no prompt is computed
-    for any of them then. Where arrivals are not known they are taken as even."""
-    spans = [(sample.first_s, sample.end_s) for sample in samples]
-    edges = sorted({edge for span in spans for edge in span})
-    windows = list(itertools.pairwise(edges))
-    active = [sum(first <= a and b <= end for first, end in spans) for a, b in windows]
-    full = [window for window, count in zip(windows, active, strict=True) if count == max(active, default=0)]
+    """Tokens a second of decoding alone: while no answer waited for its first token, and of that time the part in which
+    the most answers were under way. Where arrivals are not known they are taken as even."""
+    edges = sorted({edge for sample in samples for edge in (sample.start_s, sample.first_s, sample.end_s)})
+    active = {
+        (a, b): sum(sample.first_s <= a and b <= sample.end_s for sample in samples)
+        for a, b in itertools.pairwise(edges)
+        if not any(sample.start_s <= a and b <= sample.first_s for sample in samples)
+    }
+    full = [window for window, count in active.items() if count == max(active.values())]
     seconds = sum(b - a for a, b in full)
     tokens = sum(_tokens_within(sample, a, b) for a, b in full for sample in samples)
     return tokens / seconds if tokens else None

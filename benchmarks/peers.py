@@ -221,7 +221,7 @@ async def measure(args: argparse.Namespace) -> None:
         await close(sides)
     entries = table(cells, against=PLAIN, own=OWN_PLAIN)
     rows = targets(cells)
-    packages = (*PACKAGES, "xllamacpp")
+    packages = (*PACKAGES, "xllamacpp") if any(name in MODES for name in names) else PACKAGES
     more = {"built for": built, "targets": rows}
     file = write_result("peers", args, before, entries, variant=args.piece, packages=packages, more=more)
     title = f"python -m benchmarks.peers {shlex.join(sys.argv[1:])}".strip()

@@ -127,7 +127,7 @@ def markdown(
         f"`{command}`",
         f"{machine['cpu']}, {machine['cores']} cores, load {machine['load_1min']:.2f} at the start. Medians over "
         f"{len(entries[0]['rounds'])} rounds; ratios within a round, [quartiles]. x: against {against}. tok/s: all "
-        "tokens over the whole time. decode: while all answers of a batch were past their first token.",
+        "tokens over the whole time. decode: while no answer of a batch waited for its first token.",
         *(f"{name}: {value}" for name, value in built.items() if value),
     ]
     if rows:

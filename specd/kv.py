@@ -2,9 +2,25 @@
 
 from __future__ import annotations
 
+import math
+
+import numpy as np
 import torch
 
 from specd.tensors import BatchInfo
+
+
+def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros; on a CPU a page of memory is taken only when it is first written, so an idle pool costs nothing.
+
+    (torch.zeros writes all of it.) Aligned to 64 bytes.
+    """
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    num_bytes = math.prod(shape) * dtype.itemsize
+    memory = np.zeros(num_bytes + 64, np.uint8)
+    start = -memory.ctypes.data % 64
+    return torch.from_numpy(memory[start : start + num_bytes]).view(dtype).view(shape)
 
 
 class PagedKV:
@@ -26,7 +42,7 @@ class PagedKV:
     ) -> None:
         shape = (num_pages, 2, page_size, num_kv_heads, head_dim)
         self.page_size = page_size
-        self.layers = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+        self.layers = [lazy_zeros(shape, dtype, device) for _ in range(num_layers)]
 
     def append(self, layer: int, batch: BatchInfo, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Writes keys and values [T, Hkv, D] of the batch's query tokens at `batch.write_slots`."""
@@ -51,7 +67,7 @@ class PagedFeatures:
 
     def __init__(self, *, num_pages: int, page_size: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
         self.page_size = page_size
-        self.data = torch.zeros((num_pages, page_size, width), dtype=dtype, device=device)
+        self.data = lazy_zeros((num_pages, page_size, width), dtype, device)
 
     def write(self, batch: BatchInfo, features: torch.Tensor) -> None:
         """features [T, F] at the batch's query slots."""

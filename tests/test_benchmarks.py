@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import math
 
 import pytest
@@ -39,8 +40,11 @@ def test_full_rate_counts_decoding_alone() -> None:
     assert both["full_tokens_per_s"] == pytest.approx(3.0)
     assert both["decode_tokens_per_s"] == pytest.approx(20 / 12)
     assert both["tokens_per_s"] == pytest.approx(22 / 13)
-    # One after the other is one at a time.
-    one_by_one = figures([sample(1.0, 0.5), sample(7.0, 0.5)])
+    # The first ends while the second waits for its first token: what it did meanwhile is not decoding alone.
+    apart = figures([sample(1.0, 0.5), sample(7.0, 0.25)])
+    assert apart["full_tokens_per_s"] == pytest.approx(4.0)
+    # One after the other, each asked when the one before has ended.
+    one_by_one = figures([sample(1.0, 0.5), dataclasses.replace(sample(7.0, 0.5), start_s=6.0)])
     assert one_by_one["full_tokens_per_s"] == pytest.approx(2.0)
 
 

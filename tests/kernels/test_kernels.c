@@ -179,11 +179,13 @@ static void check_forward(int32_t activations, int32_t kv_kind, int tree) {
     a.cosines = floats(POSITIONS * WIDTH / 2, 1.0f);
     a.sines = floats(POSITIONS * WIDTH / 2, 1.0f);
     size_t size = (size_t)(tokens * HIDDEN) * 4;
-    float *first = malloc(size), *hidden = malloc(size), *aux = malloc(size * 2), *logits = malloc(MAX_TOKENS * VOCABULARY * 4);
+    float *first = malloc(size), *hidden = malloc(size), *aux = malloc(size * 2);
+    float *logits = malloc(MAX_TOKENS * VOCABULARY * 4);
     float values[MAX_TOKENS];
     int64_t places[MAX_TOKENS];
-    specd_batch batch = {.tokens = a.tokens, .positions = a.positions, .write_slots = a.slots, .query_lens = a.query_lens,
-                         .kv_lens = a.kv_lens, .kv_indptr = a.indptr, .kv_indices = a.indices,
+    specd_batch batch = {.tokens = a.tokens, .positions = a.positions, .write_slots = a.slots,
+                         .query_lens = a.query_lens, .kv_lens = a.kv_lens,
+                         .kv_indptr = a.indptr, .kv_indices = a.indices,
                          .parents = tree ? a.parents : NULL, .kv = a.kv, .cosines = a.cosines, .sines = a.sines,
                          .num_tokens = tokens, .num_sequences = ROWS, .tree_nodes = tree ? NODES : 0,
                          .page_size = PAGE_SIZE, .num_pages = PAGES, .num_positions = POSITIONS, .kv_kind = kv_kind,

@@ -58,7 +58,8 @@ static void pack_q8(const strip_layout *l, const uint8_t *block, int64_t group, 
     }
 }
 
-/* d, dmin, 12 bytes of 6-bit scales and minima, then four times 32 bytes: group 2 i in the low nibbles, 2 i + 1 high. */
+/* d, dmin, 12 bytes of 6-bit scales and minima, then four times 32 bytes: group 2 i in their low nibbles, 2 i + 1 in
+ * the high ones. */
 static void pack_q4_k(const strip_layout *l, const uint8_t *block, int64_t index, int lane, uint8_t *out) {
     const uint8_t *packed = block + 4, *quants = block + 16;
     put_u16(out + l->scale, index, lane, block);

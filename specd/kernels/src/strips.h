@@ -1,4 +1,4 @@
-/* From the kernels of linear.h to whole projections: one instance for each number of rows, chosen by format and mode. */
+/* From the kernels of linear.h to projections: one instance for each number of rows, chosen by format and mode. */
 
 #if MAX_ROWS >= 8
 #define MORE_CASES(BODY)                                  \
@@ -112,7 +112,9 @@ static void run_strip(const specd_matrix *matrix, const strip_layout *l, StripKe
         int count = rows - row < MAX_ROWS ? (int)(rows - row) : MAX_ROWS;
         kernel(&w, in, row, count, tile);
         w.next = w.values;
-        for (int i = 0; i < count; i++) put_tile(tile + i * SPECD_STRIP, bias, mode, width, out + (row + i) * ld + first);
+        for (int i = 0; i < count; i++) {
+            put_tile(tile + i * SPECD_STRIP, bias, mode, width, out + (row + i) * ld + first);
+        }
     }
 }
 
