@@ -118,6 +118,7 @@ _SIGNATURES: Mapping[str, tuple[object, list[object]]] = {
         [_POINTER, ctypes.POINTER(CLinear), _I32, _POINTER, _I64, _POINTER, _POINTER, _I32],
     ),
     "specd_exp": (None, [_POINTER, _POINTER, _I64, _POINTER, _POINTER]),
+    "specd_read": (_F32, [_POINTER, _POINTER, _I64, _I32]),
 }  # fmt: skip
 _FAILURES = {1: "out of memory", 2: "an index of the batch is out of its range"}
 

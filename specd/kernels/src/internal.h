@@ -88,6 +88,7 @@ struct specd_kernels {
     Phase argmax;
     Phase linear;
     void (*exp)(const float *x, int64_t count, float *exp_out, float *silu_out);
+    float (*read)(const float *data, int64_t first, int64_t last); /* whole kilobytes */
 };
 
 extern const specd_kernels specd_portable;

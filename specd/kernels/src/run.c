@@ -125,6 +125,8 @@ static void run_team(Job *job, Phase phase, int threads) {
         phase(job, omp_get_thread_num(), omp_get_num_threads());
         return;
     }
+#else
+    (void)threads;
 #endif
     phase(job, 0, 1);
 }
@@ -320,4 +322,21 @@ int specd_linear_rows(const specd_kernels *kernels, const specd_linear *linear, 
 
 void specd_exp(const specd_kernels *kernels, const float *x, int64_t count, float *exp_out, float *silu_out) {
     kernels->exp(x, count, exp_out, silu_out);
+}
+
+float specd_read(const specd_kernels *kernels, const float *data, int64_t count, int32_t wanted) {
+    float largest = 0.0f;
+    int threads = usable_threads(wanted);
+    int64_t lines = count / 256; /* of a kilobyte */
+    (void)threads;
+#ifdef _OPENMP
+#pragma omp parallel num_threads(threads) reduction(max : largest)
+    {
+        int t = omp_get_thread_num(), n = omp_get_num_threads();
+        largest = kernels->read(data, lines * t / n * 256, lines * (t + 1) / n * 256);
+    }
+#else
+    largest = kernels->read(data, 0, lines * 256);
+#endif
+    return largest;
 }

@@ -144,6 +144,8 @@ int specd_linear_rows(const specd_kernels *kernels, const specd_linear *linear, 
                       int64_t num_rows, float *y, specd_workspace *workspace, int32_t threads);
 /* out[i] = the library's exp(x[i]), its silu(x[i]): for tests. */
 void specd_exp(const specd_kernels *kernels, const float *x, int64_t count, float *exp_out, float *silu_out);
+/* Reads memory as a forward reads weights, for the largest float there: how fast can that be? */
+float specd_read(const specd_kernels *kernels, const float *data, int64_t count, int32_t threads);
 
 #ifdef __cplusplus
 }
