@@ -123,7 +123,7 @@ def build(
     )
     return Parts(
         config=config,
-        info=_info(config, choice, target, tokenizer, pool, max_len, max_draft),
+        info=_info(config, choice, target, drafter, tokenizer, pool, max_len, max_draft),
         tokenizer=tokenizer,
         device=device,
         scheduler=scheduler,
@@ -277,6 +277,7 @@ def _info(
     config: Config,
     choice: DraftChoice,
     target: LoadedModel,
+    drafter: Drafter | None,
     tokenizer: Tokenizer,
     pool: PagePool,
     max_len: int,
@@ -304,4 +305,6 @@ def _info(
         fingerprint="fp_" + hashlib.sha256(identity.encode()).hexdigest()[:12],
         generation_defaults=target.generation_defaults,
         created=int(time.time()),
+        kernels=target.kernels,
+        kv_bytes=pool.num_pages * page_bytes(target.model, drafter, pool.page_size),
     )

@@ -137,7 +137,7 @@ class ModelConfig:
         "auto", "Precision of the forwards; auto: the best that the device computes exactly.", flag="--dtype"
     )
     kernels: Literal["auto", "native", "torch"] = option(
-        "torch",
+        "auto",
         "Who computes on the CPU: native (specd's own kernels), torch, or auto (native where it can, else torch).",
     )
     activations: Literal["fast", "exact"] = option(

@@ -35,6 +35,8 @@ class EngineInfo:
     fingerprint: str  # "fp_..." hash of model, revision, dtype, drafter, version
     generation_defaults: Mapping[str, float | int]  # temperature, top_p, ... of the model's own configuration
     created: int  # unix seconds
+    kernels: str = "torch"  # whose arithmetic: "torch", "native fast", "native exact"
+    kv_bytes: int = 0  # of the page pool, the drafter's share counted; memory is taken as pages are first used
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

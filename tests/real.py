@@ -24,7 +24,7 @@ from specd.attention.torch_attention import TorchAttention
 from specd.config import Config, KVConfig, ModelConfig, SchedulerConfig, SpeculationConfig
 from specd.engine import Engine
 from specd.models.gguf import GgufFile
-from specd.models.registry import LoadedModel, load_target
+from specd.models.registry import KernelChoice, LoadedModel, load_target
 from specd.pretokenizer import build_backend
 from specd.request import Request, SamplingParams, SequenceStats, SpeculationParams
 from tests.tiny import CPU, hf_config
@@ -32,6 +32,8 @@ from tests.tiny import CPU, hf_config
 GAP = 1e-4  # of logits
 PAGE_SIZE = 16
 THREADS = min(2, len(os.sched_getaffinity(0)))
+# The forwards that are compared with fp32 references: torch, or specd's own kernels in their exact mode.
+KERNELS: Any = os.environ.get("SPECD_TEST_KERNELS", "torch")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -76,7 +78,10 @@ _loaded: dict[Path, LoadedModel] = {}
 
 def load(path: Path) -> LoadedModel:
     """The checkpoint in fp32; inside `shared_weights` it is read once."""
-    return _loaded.get(path) or _load_once(path, dtype="float32", device=CPU, attention=TorchAttention())
+    kernels = KernelChoice(KERNELS, "exact", "none")
+    return _loaded.get(path) or _load_once(
+        path, dtype="float32", device=CPU, attention=TorchAttention(), kernels=kernels
+    )
 
 
 def _load_once(path: Path, *, dtype: str, **options: Any) -> LoadedModel:
@@ -113,7 +118,9 @@ async def engine_of(
 ) -> AsyncIterator[Engine]:
     """An engine on the real model in fp32. num_pages: of the pool, for as many preemptions as it takes."""
     config = Config(
-        model=ModelConfig(path=str(path), max_len=max_len, dtype="float32", threads=THREADS, kernels="torch"),
+        model=ModelConfig(
+            path=str(path), max_len=max_len, dtype="float32", threads=THREADS, kernels=KERNELS, activations="exact"
+        ),
         speculation=SpeculationConfig(draft=draft, draft_len=draft_len, self_check=False),
         scheduler=SchedulerConfig(max_running=max_running, max_tokens=max_tokens),
         kv=KVConfig(memory="auto" if num_pages is None else num_pages * _page_bytes(path, draft), page_size=PAGE_SIZE),
