@@ -9,7 +9,7 @@ import argparse
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import TypeAlias
@@ -75,27 +75,45 @@ def _add_generate(commands: _Commands) -> None:
     parser.add_argument("words", nargs="+", metavar="[MODEL] PROMPT", help="the prompt; - reads standard input")
     parser.add_argument("--raw", action="store_true", help="continue the prompt as it is, without the chat template")
     _add_generation(parser)
-    add_settings(parser, model=False)
+    add_settings(parser, model=False, server=False)
     parser.set_defaults(module="generate", interactive=False)
 
 
 def _add_chat(commands: _Commands) -> None:
     parser = commands.add_parser("chat", help="talk to the model in the terminal")
     _add_generation(parser)
-    add_settings(parser)
+    add_settings(parser, server=False)
     parser.set_defaults(module="generate", interactive=True, raw=False)
 
 
 def _add_generation(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--temperature", type=float, default=0.0, help="0 (the default) is greedy")
-    parser.add_argument("--seed", type=int, default=0, help="with a temperature: same seed, same text (default 0)")
-    parser.add_argument("--max-tokens", type=int, help="default: what the context leaves")
+    # The limits of a request's own fields.
+    temperature, whole = _number(float, "a number", 0, 2), _number(int, "a whole number", 1, 2**63 - 1)
+    seed = _number(int, "a whole number", -(2**63), 2**63 - 1)
+    parser.add_argument("--temperature", type=temperature, default=0.0, help="0 (the default) is greedy; at most 2")
+    parser.add_argument("--seed", type=seed, default=0, help="with a temperature: same seed, same text (default 0)")
+    parser.add_argument("--max-tokens", type=whole, help="default: what the context leaves")
     parser.add_argument("--color", choices=("auto", "always", "never"), default="auto", help="default: on a terminal")
+
+
+def _number(read: Callable[[str], float], kind: str, low: int, high: int) -> Callable[[str], float]:
+    """An argparse type: a number in low..high. Wrong usage (exit 2) otherwise."""
+
+    def parse(text: str) -> float:
+        try:
+            value = read(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(f"{text!r} is not {kind}") from error
+        if not low <= value <= high:  # nan is not either
+            raise argparse.ArgumentTypeError(f"{text} is not between {low} and {high}")
+        return value
+
+    return parse
 
 
 def _add_fetch(commands: _Commands) -> None:
     parser = commands.add_parser("fetch", help="download a model into the cache and check its SHA-256")
-    parser.add_argument("alias", metavar="ALIAS", help="such as smollm2-135m, or a hub id")
+    parser.add_argument("alias", metavar="ALIAS", help="such as smollm2-135m, or a hub id (org/name)")
     parser.add_argument("--revision", help="branch, tag or commit of a hub id")
     parser.set_defaults(module="fetch")
 
@@ -107,8 +125,8 @@ def _add_ctl(commands: _Commands) -> None:
     parser.add_argument("--config", type=Path, metavar="FILE", help="the daemon's configuration, for admin.socket")
     parser.add_argument("--json", action="store_true", help="print the reply as JSON")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
-    verbs.add_parser("status", help="state, load and rates")
-    verbs.add_parser("requests", help="live requests; never their text")
+    verbs.add_parser("status", help="what is served, its state, and counts since the start")
+    verbs.add_parser("requests", help="live requests and their ids; never their text")
     trace = verbs.add_parser("trace", help="the stage timeline as Chrome trace JSON (Perfetto, chrome://tracing)")
     trace.add_argument("--seconds", type=float, default=5.0, help="how far back (default 5)")
     trace.add_argument("-o", "--output", type=Path, metavar="FILE", help="default: standard output")
@@ -117,6 +135,8 @@ def _add_ctl(commands: _Commands) -> None:
     shutdown.add_argument(
         "--timeout", type=float, metavar="SECONDS", help="drain at most so long; default: as configured"
     )
+    for verb in verbs.choices.values():  # before the verb or after it; without a default, which would undo the former
+        verb.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="print the reply as JSON")
     parser.set_defaults(module="ctl")
 
 
@@ -127,7 +147,12 @@ def _add_bench(commands: _Commands) -> None:
     parser.add_argument("--api-key", help="Bearer token; better: the environment variable SPECD_API_KEY")
     parser.add_argument("--model", help="default: the server's first model")
     parser.add_argument("--concurrency", type=int, default=1, help="requests in flight (default 1)")
-    parser.add_argument("--requests", type=int, default=16, help="requests, or rounds with --compare (default 16)")
+    parser.add_argument(
+        "--requests",
+        type=int,
+        default=16,
+        help="requests (default 16); with --compare: in each mode, rounded up to 5 or more rounds of --concurrency",
+    )
     parser.add_argument("--max-tokens", type=int, default=128, help="output tokens of each request (default 128)")
     parser.add_argument("--temperature", type=float, default=0.0, help="default 0")
     parser.add_argument("--ignore-eos", action="store_true", help="always generate --max-tokens tokens")

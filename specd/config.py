@@ -75,6 +75,11 @@ def _check_draft_len(value: int | str) -> None:
         raise ConfigError(f'{value!r} is not "adaptive" and not a whole number')
 
 
+def _check_host(value: str) -> None:
+    if not value.strip():
+        raise ConfigError("an empty address; give 127.0.0.1, or 0.0.0.0 for every address of this machine")
+
+
 def _check_path(value: str) -> None:
     if not value:
         raise ConfigError("an empty name; give an alias, a folder, a .gguf file or a hub id")
@@ -90,7 +95,7 @@ def _check_names(value: tuple[str, ...]) -> None:
 class ServerConfig:
     """The HTTP listener and its limits."""
 
-    host: str = option("127.0.0.1", "Address to listen on.", flag="--host")
+    host: str = option("127.0.0.1", "Address to listen on.", flag="--host", check=_check_host)
     port: int = option(8000, "Port to listen on; 0 lets the system choose.", low=0, high=65535, flag="--port")
     served_names: tuple[str, ...] = option(
         (),

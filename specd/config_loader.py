@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+import re
 import textwrap
 import tomllib
 import types
@@ -20,6 +21,9 @@ from specd.config import Config
 from specd.errors import ConfigError
 
 _PREFIX = "SPECD_"
+# What Kubernetes sets for a service whose name begins like a section: SPECD_SERVER_SERVICE_HOST for `specd-server`.
+_SERVICE_NAME = re.compile(r"SERVICE_(HOST|PORT)(_.*)?|PORT_\d+_(TCP|UDP|SCTP)(_.*)?")
+_SERVICE_VALUE = re.compile(r"(tcp|udp|sctp)://")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -207,11 +211,27 @@ def _read_file(file: Path) -> Iterator[tuple[str, str, Any]]:
 
 
 def _read_env(env: Mapping[str, str]) -> Iterator[tuple[str, str, Any]]:
-    """Names without a double underscore are not ours: Kubernetes makes SPECD_PORT for a service named specd."""
+    """Names without a double underscore are not ours (Kubernetes makes SPECD_PORT for a service named specd).
+
+    Those that begin like one of ours are refused: a single underscore is a slip that would change nothing, silently.
+    """
     for name in sorted(env):
+        if not name.startswith(_PREFIX):
+            continue
         section, separator, key = name.removeprefix(_PREFIX).partition("__")
-        if name.startswith(_PREFIX) and separator:
+        if separator:
             yield name, f"{section.lower()}.{key.lower()}", parse_value(env[name])
+        else:
+            _refuse_single_underscore(name, env[name])
+
+
+def _refuse_single_underscore(name: str, value: str) -> None:
+    """Raises ConfigError with the right spelling for SPECD_SERVER_PORT and its like."""
+    section, separator, key = name.removeprefix(_PREFIX).partition("_")
+    if not separator or section.lower() not in _sections():
+        return
+    if not _SERVICE_NAME.fullmatch(key) and not _SERVICE_VALUE.match(value):
+        raise ConfigError(f"{name}: section and key are parted by two underscores: {_PREFIX}{section}__{key}")
 
 
 def _read_sets(sets: Sequence[str]) -> Iterator[tuple[str, str, Any]]:

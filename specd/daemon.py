@@ -89,6 +89,7 @@ class StopSignal:
 
 async def load_engine(config: Config) -> DaemonEngine:
     """The real engine. Imported in a thread: importing torch takes seconds and would block the loop."""
+    log.info("model_loading", path=config.model.path)
     module = await asyncio.to_thread(importlib.import_module, "specd.engine")
     engine: DaemonEngine = await module.Engine.create(config)
     return engine
@@ -97,8 +98,8 @@ async def load_engine(config: Config) -> DaemonEngine:
 async def serve(config: Config, *, create_engine: EngineFactory = load_engine) -> int:
     """Runs the daemon until a signal, `specd ctl shutdown` or a fault; gives the exit code.
 
-    Raises ConfigError, ModelError, DraftError or FetchError when it cannot start, LoadAbandoned when it was stopped
-    before it had. Whatever it raises, nothing listens any more and the control socket is gone.
+    Raises ConfigError, AddressInUseError, ModelError, DraftError or FetchError when it cannot start, LoadAbandoned
+    when it was stopped before it had. Whatever it raises, nothing listens any more and the control socket is gone.
     """
     notifier = Notifier.from_env(os.environ)
     activated = listen_sockets(os.environ)
@@ -130,7 +131,7 @@ def _warn_of_strangers(listeners: list[socket.socket]) -> None:
 
 @contextlib.contextmanager
 def _admin_listener(config: Config) -> Iterator[socket.socket]:
-    """The control socket, and its file for as long as the context lasts. Raises ConfigError."""
+    """The control socket, and its file for as long as the context lasts. Raises ConfigError or AddressInUseError."""
     path = admin_socket_path(config.admin.socket, os.environ)
     with bind_admin_socket(path) as listener:
         try:
@@ -286,13 +287,25 @@ def plan_text(info: EngineInfo, addresses: list[str], *, control: list[str]) -> 
     rows = {
         "model": f"{info.model}, {info.weight_bytes / 1e6:,.1f} MB of weights, {info.dtype}",
         "served as": ", ".join(info.served_names),
+        "kernels": _kernels(info),
         "context": f"{info.max_len:,} tokens",
-        "kv cache": f"{info.kv_tokens:,} tokens in pages of {info.page_size}, {info.max_running} requests at once",
+        "kv cache": f"{info.kv_tokens:,} tokens in pages of {info.page_size}, {info.max_running} requests at once, "
+        f"at most {info.kv_bytes / 1e6:,.1f} MB, taken as pages are used",
         "drafter": f"{drafter}, acceptance {acceptance}",
         "address": ", ".join(addresses) or "none: nothing listens",
         "control": ", ".join(control) or "none",
     }
     return "\n".join(f"{name:>10}  {value}" for name, value in rows.items())
+
+
+def _kernels(info: EngineInfo) -> str:
+    """Whose arithmetic it is, and what that means for the text."""
+    meaning = {
+        "native fast": "int8 activations",
+        "native exact": "float32 activations",
+        "torch": f"PyTorch in {info.dtype}",
+    }
+    return f"{info.kernels}: {meaning[info.kernels]}" if info.kernels in meaning else info.kernels
 
 
 def status_line(before: EngineStats, now: EngineStats) -> str:

@@ -18,6 +18,12 @@ class ConfigError(SpecdError):
     code = "config_error"
 
 
+class AddressInUseError(SpecdError):
+    """Somebody else listens where the daemon was to listen. It may be gone at the next try: not a ConfigError."""
+
+    code = "address_in_use"
+
+
 class ModelError(SpecdError):
     """A checkpoint, tokenizer or chat template that cannot be loaded or is not supported."""
 

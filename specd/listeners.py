@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import ipaddress
 import socket
 from collections.abc import AsyncIterator
@@ -10,13 +11,34 @@ from collections.abc import AsyncIterator
 import aiohttp.web
 import orjson
 
-from specd.errors import ConfigError
+from specd.errors import AddressInUseError, ConfigError
 
 _BACKLOG = 1024
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A listening TCP socket. Raises ConfigError when the address cannot be had."""
+    """A listening TCP socket. Raises AddressInUseError, or ConfigError when the address can never be had."""
+    listener = _bound(host, port)
+    try:
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise _cannot_listen(host, port, error) from error
+    listener.setblocking(False)
+    return listener
+
+
+def check_address(host: str, port: int) -> None:
+    """What can be said of an address without listening on it: nobody is refused meanwhile.
+
+    A port in use is no error here: `specd check` runs beside the daemon that it checks for. Raises ConfigError.
+    """
+    with contextlib.suppress(AddressInUseError):
+        _bound(host, port).close()
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    """A TCP socket bound to the address. Raises AddressInUseError or ConfigError."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, kind, protocol, _, address = found[0]
@@ -26,12 +48,15 @@ def bind(host: str, port: int) -> socket.socket:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
-        listener.listen(_BACKLOG)
     except OSError as error:
         listener.close()
-        raise ConfigError(f"cannot listen on {host} port {port}: {error.strerror}; change --host or --port") from error
-    listener.setblocking(False)
+        raise _cannot_listen(host, port, error) from error
     return listener
+
+
+def _cannot_listen(host: str, port: int, error: OSError) -> AddressInUseError | ConfigError:
+    kind = AddressInUseError if error.errno == errno.EADDRINUSE else ConfigError
+    return kind(f"cannot listen on {host} port {port}: {error.strerror}; change --host or --port")
 
 
 def is_loopback(host: str) -> bool:

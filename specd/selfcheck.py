@@ -17,6 +17,8 @@ log = get_logger(__name__)
 
 _TEXT = "The quick brown fox jumps over the lazy dog. The quick brown fox jumps over"
 _TOKENS = 32
+_RARELY = 0.05  # of the drafts kept; fewer cost more than they save with any drafter that computes
+_ENOUGH = 32  # drafts that a verdict needs
 
 
 async def warm_up(submit: Submit, info: EngineInfo, tokenizer: Tokenizer) -> None:
@@ -29,7 +31,7 @@ async def warm_up(submit: Submit, info: EngineInfo, tokenizer: Tokenizer) -> Non
 
 
 async def self_check(submit: Submit, info: EngineInfo, tokenizer: Tokenizer) -> None:
-    """Reports what the drafter's guesses are worth: acceptance over 32 tokens."""
+    """Reports what the drafter's guesses are worth: acceptance over 32 tokens. Warns when it is next to nothing."""
     stats = (await _generate(submit, info, tokenizer, _TOKENS)).stats
     assert stats is not None
     log.info(
@@ -39,6 +41,14 @@ async def self_check(submit: Submit, info: EngineInfo, tokenizer: Tokenizer) -> 
         drafted=stats.num_draft_tokens,
         accepted=stats.num_accepted_tokens,
     )
+    if stats.num_draft_tokens >= _ENOUGH and stats.num_accepted_tokens < _RARELY * stats.num_draft_tokens:
+        log.warning(
+            "drafter_rarely_right",
+            drafter=info.drafter,
+            drafted=stats.num_draft_tokens,
+            accepted=stats.num_accepted_tokens,
+            advice="another speculation.draft, or none, is likely to be faster",
+        )
 
 
 async def _generate(submit: Submit, info: EngineInfo, tokenizer: Tokenizer, max_tokens: int) -> SequenceDelta:

@@ -15,7 +15,7 @@ from aiohttp.test_utils import TestServer
 
 from specd import cli
 from specd.bench.client import Sample
-from specd.bench.load import Load, num_requests, run_load
+from specd.bench.load import Load, describe, num_requests, run_load
 from specd.bench.prompts import SETS, built_in, read_prompts
 from specd.bench.report import compare, percentile, render, summarise
 from specd.commands.bench import _load, _without_key
@@ -125,8 +125,14 @@ async def test_broken_streams_are_failures(tail: bytes, message: str) -> None:
 
 
 async def test_a_server_that_is_not_there() -> None:
-    with pytest.raises(SpecdError, match="is the server running"):
+    with pytest.raises(SpecdError, match=r"^http://127\.0\.0\.1:9: Connection refused; is the server running\?$"):
         await run_load(load("http://127.0.0.1:9"))
+
+
+def test_what_is_sent_is_said() -> None:
+    assert describe(load("", concurrency=8)) == "6 requests, 6 in flight"
+    asked = load("", concurrency=4, requests=2, compare_off=True)
+    assert describe(asked).startswith("40 requests: 5 rounds (at least 5) of 4 in flight")
 
 
 async def test_refusals_are_failures() -> None:

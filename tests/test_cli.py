@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import io
 import json
 import os
@@ -20,7 +21,7 @@ from specd.commands.settings import load_settings
 from specd.commands.terminal import TextPrinter, summary, wants_color
 from specd.config import Config
 from specd.detokenizer import LeadingSpace
-from specd.errors import ConfigError, EngineError, FetchError, ModelError, SpecdError
+from specd.errors import AddressInUseError, ConfigError, EngineError, FetchError, ModelError, SpecdError
 from specd.request import FinishReason, Request, SequenceDelta, SequenceStats, TokenOrigin
 from tests.daemons import INFO
 
@@ -91,7 +92,7 @@ def test_wrong_settings_exit_78(words: list[str], message: str, capsys: pytest.C
 
 
 def test_wrong_usage_exits_2() -> None:
-    for words in (["serve", "--nonsense"], [], ["ctl"], ["fetch"]):
+    for words in (["serve", "--nonsense"], [], ["ctl"], ["fetch"], ["generate", "x", "--port", "1"]):
         with pytest.raises(SystemExit, match="2"):
             cli.main(words)
 
@@ -101,6 +102,7 @@ def test_wrong_usage_exits_2() -> None:
     [
         (ModelError("m"), 78),
         (FetchError("f"), 1),  # a later try may succeed
+        (AddressInUseError("a"), 1),  # so may this one
         (EngineError("e"), 1),
         (KeyboardInterrupt(), 130),
     ],
@@ -207,6 +209,27 @@ def test_generate_options(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -
     assert (request.sampling.temperature, request.sampling.seed, request.sampling.max_tokens) == (0.5, 3, 4)
 
 
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("--temperature", "-0.1"),
+        ("--temperature", "2.1"),
+        ("--temperature", "nan"),
+        ("--max-tokens", "0"),
+        ("--max-tokens", "1.5"),
+        ("--seed", "9223372036854775808"),
+    ],
+)
+def test_generation_options_have_the_limits_of_a_request(
+    option: str, value: str, engine: FakeEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for command in (["generate", "x"], ["chat"]):
+        with pytest.raises(SystemExit, match="2"):
+            cli.main([*command, f"{option}={value}"])
+        assert option in capsys.readouterr().err
+    assert not engine.requests
+
+
 def test_generate_refuses_what_does_not_fit(engine: FakeEngine, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["generate", "x" * 100]) == 1
     assert "maximum context length is 64" in capsys.readouterr().err
@@ -241,6 +264,25 @@ def test_chat_keeps_the_conversation(
     prompts = ["".join(map(chr, request.prompt_ids)) for request in engine.requests]
     assert prompts == ["[user]hi", "[user]hi[assistant]hey[user]bye"]
     assert capsys.readouterr().out == "hey\nhey\n\n"
+
+
+def test_chat_survives_one_interrupt_at_the_prompt(
+    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines: list[Any] = ["hi", KeyboardInterrupt(), "bye", KeyboardInterrupt(), KeyboardInterrupt(), "never"]
+
+    def ask(prompt: str) -> str:
+        line = lines.pop(0)
+        if isinstance(line, KeyboardInterrupt):
+            raise line
+        return str(line)
+
+    monkeypatch.setattr("builtins.input", ask)
+    assert cli.main(["chat"]) == 0
+    assert lines == ["never"]
+    prompts = ["".join(map(chr, request.prompt_ids)) for request in engine.requests]
+    assert prompts == ["[user]hi", "[user]hi[assistant]hey[user]bye"]
+    assert "Ctrl-C again" in capsys.readouterr().err
 
 
 def test_colours_follow_origins() -> None:
@@ -296,8 +338,21 @@ def test_summary_without_speculation() -> None:
 
 
 def test_check_prints_the_plan(engine: FakeEngine, capsys: pytest.CaptureFixture[str]) -> None:
+    engine.info = dataclasses.replace(INFO, kernels="native fast", kv_bytes=23_500_000)
     assert cli.main(["check"]) == 0
-    assert "ngram, at most 4 drafts" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    for words in ("ngram, at most 4 drafts", "native fast: int8", "1,024 tokens", "at most 23.5 MB"):
+        assert words in out
+    assert engine.closed
+
+
+def test_check_refuses_what_serve_would(engine: FakeEngine, capsys: pytest.CaptureFixture[str]) -> None:
+    for host in ("", "not-a-host.invalid"):
+        assert cli.main(["check", "--host", host]) == 78
+        assert "server.host" in capsys.readouterr().err
+    engine.tokenizer.chat_template = "{% if %}"
+    assert cli.main(["check"]) == 78
+    assert "does not compile" in capsys.readouterr().err
     assert engine.closed
 
 
@@ -323,6 +378,12 @@ def test_fetch_prints_the_path(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     assert asked == {"name": "smollm2-135m", "revision": "r"}
 
 
+@pytest.mark.parametrize("words", [["foo"], ["smollm2-135m", "--revision", "r"]])
+def test_fetch_of_what_cannot_be_had_is_permanent(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["fetch", *words]) == 78
+    assert words[0] in capsys.readouterr().err
+
+
 def test_tables() -> None:
     records = [{"request_id": "a", "age_s": 1.25, "pages": 3}, {"request_id": "long", "age_s": 10.0, "pages": None}]
     assert table(records) == "request_id  age_s  pages\na           1.25   3\nlong        10     -"
@@ -338,10 +399,17 @@ def test_main_reports_other_errors_as_faults(monkeypatch: pytest.MonkeyPatch) ->
     assert cli.main(["fetch", "x"]) == 1
 
 
-def test_json_output(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("words", [["--json", "status"], ["status", "--json"], ["shutdown", "--now", "--json"]])
+def test_json_output(words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("specd.commands.ctl.call", lambda *args: {"state": "ready"})
-    assert cli.main(["ctl", "--json", "status"]) == 0
+    assert cli.main(["ctl", *words]) == 0
     assert json.loads(capsys.readouterr().out) == {"state": "ready"}
+
+
+def test_tables_without_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("specd.commands.ctl.call", lambda *args: {"state": "ready"})
+    assert cli.main(["ctl", "status"]) == 0
+    assert capsys.readouterr().out == "state  ready\n"
 
 
 def test_the_words_of_generate() -> None:

@@ -78,6 +78,7 @@ def test_values_take_the_type_of_their_setting() -> None:
         ("server.port=8.5", ["server.port", "8.5", "a whole number"]),
         ("server.port=eight", ["server.port", "'eight'", "from 0 to 65535"]),
         ("server.drain_timeout_s=nan", ["server.drain_timeout_s", "nan"]),
+        ('server.host=""', ["server.host", "empty address"]),
         ("server.host=5", ["server.host", "5", "a string", "quote it"]),
         ("server.served_names=a", ["server.served_names", "a list of strings"]),
         ('server.served_names=["a", ""]', ["server.served_names", "empty"]),
@@ -159,6 +160,22 @@ def test_environment_names_of_others_are_left_alone() -> None:
     assert load_config(None, env={"SPECD_PORT": "tcp://10.0.0.1:80", "OTHER__X": "1"}) == Config()
     with pytest.raises(ConfigError, match="SPECD_SEVER__PORT"):
         load_config(None, env={"SPECD_SEVER__PORT": "1"})
+    services = {"SPECD_SERVER_PORT": "tcp://10.0.0.1:80", "SPECD_SERVER_PORT_80_TCP_ADDR": "10.0.0.1"}
+    services |= {"SPECD_SERVER_SERVICE_HOST": "10.0.0.1", "SPECD_SERVER_SERVICE_PORT_HTTP": "80"}
+    assert load_config(None, env={**services, "SPECD_API_KEY": "k", "SPECD_KERNELS": "avx2"}) == Config()
+
+
+@pytest.mark.parametrize(
+    ("name", "right"),
+    [
+        ("SPECD_SERVER_PORT", "SPECD_SERVER__PORT"),
+        ("SPECD_KV_PAGE_SIZE", "SPECD_KV__PAGE_SIZE"),
+        ("SPECD_LOG_LEVLE", "SPECD_LOG__LEVLE"),
+    ],
+)
+def test_a_single_underscore_is_refused_with_the_right_spelling(name: str, right: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{name}: .*{right}$"):
+        load_config(None, env={name: "9000"})
 
 
 @pytest.mark.parametrize(

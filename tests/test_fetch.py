@@ -260,8 +260,15 @@ def test_files_and_folders_are_themselves(tmp_path: Path, index: Index) -> None:
 
 @pytest.mark.parametrize("name", ["smolm2-135m", "./gone.gguf", "org/gone.gguf", "/no/such/folder", "a/b/c", ""])
 def test_unknown_names_list_the_aliases(name: str, index: Index) -> None:
-    with pytest.raises(FetchError, match="aliases are: pretend"):
+    with pytest.raises(ModelError, match="aliases are: pretend") as caught:
         fetch.resolve(name)
+    assert caught.type is ModelError  # not a FetchError: trying again would not help
+
+
+def test_a_revision_is_for_hub_ids(tmp_path: Path, index: Index) -> None:
+    for name in ("pretend", str(tmp_path)):
+        with pytest.raises(ModelError, match="only a hub id"):
+            fetch.resolve(name, revision="v1")
 
 
 def test_a_hub_id_asks_for_what_is_read_and_nothing_else(

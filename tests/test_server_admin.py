@@ -15,7 +15,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from specd.errors import ConfigError
+from specd.errors import AddressInUseError, ConfigError
 from specd.request import Request, SamplingParams
 from specd.server import admin
 from specd.server.admin import Shutdown, bind_admin_socket, create_admin_app
@@ -122,7 +122,7 @@ def test_stale_sockets_are_replaced_and_living_ones_are_not(tmp_path: Path) -> N
     path = tmp_path / "admin.sock"
     bind_admin_socket(path).close()
     assert path.exists()
-    with bind_admin_socket(path), pytest.raises(ConfigError, match="another daemon"):
+    with bind_admin_socket(path), pytest.raises(AddressInUseError, match="--set admin.socket="):
         bind_admin_socket(path)
 
 

@@ -11,15 +11,18 @@ from pathlib import Path
 import pytest
 
 from specd.config import Config
-from specd.daemon import EXIT_CONFIG
+from specd.daemon import EXIT_CONFIG, EXIT_CUT_OFF
 
 UNITS = Path(__file__).parents[1] / "systemd"
 
 
 def setting(name: str) -> str:
-    found = re.search(rf"^{name}=(.*)$", (UNITS / "specd@.service").read_text(), re.MULTILINE)
-    assert found, name
-    return found[1]
+    (value,) = settings(name)
+    return value
+
+
+def settings(name: str) -> list[str]:
+    return re.findall(rf"^{name}=(.*)$", (UNITS / "specd@.service").read_text(), re.MULTILINE)
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed")
@@ -38,4 +41,11 @@ def test_systemd_accepts_the_units(unit: str, tmp_path: Path) -> None:
 def test_limits_agree_with_the_daemon() -> None:
     assert int(setting("TimeoutStopSec")) > Config().server.drain_timeout_s
     assert int(setting("RestartPreventExitStatus")) == EXIT_CONFIG
+    assert int(setting("SuccessExitStatus")) == EXIT_CUT_OFF
     assert setting("Type") == "notify"
+
+
+def test_downloads_go_where_the_daemon_may_write() -> None:
+    """ProtectHome hides /home: both caches are under the unit's CacheDirectory."""
+    assert setting("CacheDirectory") == "specd"
+    assert set(settings("Environment")) == {"XDG_CACHE_HOME=%C", "HF_HOME=%C/specd/huggingface"}

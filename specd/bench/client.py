@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import time
 from collections.abc import AsyncIterable
 from typing import Any
@@ -67,7 +68,7 @@ class Client:
                 reply.raise_for_status()
             return str(body["data"][0]["id"])
         except (aiohttp.ClientError, TimeoutError) as error:
-            raise SpecdError(f"{self._url}: {error or 'no answer'}; is the server running?") from error
+            raise SpecdError(f"{self._url}: {_reason(error)}; is the server running?") from error
         except (orjson.JSONDecodeError, LookupError, TypeError) as error:
             raise SpecdError(f"{self._url}/v1/models: not an OpenAI model list") from error
 
@@ -89,8 +90,16 @@ class Client:
                 else:
                     error = await stream.read(reply.content)
         except (aiohttp.ClientError, TimeoutError, ConnectionError) as failure:
-            error = f"{type(failure).__name__}: {failure}"
+            error = _reason(failure)
         return stream.sample(speculation, error)
+
+
+def _reason(error: Exception) -> str:
+    """A failure in words: of a connection that was not made the system's own, without aiohttp's internals."""
+    if isinstance(error, aiohttp.ClientConnectorError):
+        number = error.os_error.errno
+        return os.strerror(number) if number and number > 0 else str(error.os_error.strerror or error.os_error)
+    return f"{type(error).__name__}: {error}".removesuffix(": ")
 
 
 class _Stream:

@@ -48,6 +48,17 @@ def num_requests(load: Load) -> int:
     return 2 * _num_rounds(load) * load.concurrency if load.compare_off else load.requests
 
 
+def describe(load: Load) -> str:
+    """What is really sent, for people: with `compare_off` it can be more than `requests`."""
+    if not load.compare_off:
+        return f"{load.requests} requests, {min(load.requests, load.concurrency)} in flight"
+    rounds = _num_rounds(load)
+    return (
+        f"{num_requests(load)} requests: {rounds} rounds (at least {MIN_ROUNDS}) of {load.concurrency} in flight, each "
+        "with speculation on and off, after one of a single token for each prompt"
+    )
+
+
 def _num_rounds(load: Load) -> int:
     return max(MIN_ROUNDS, -(-load.requests // load.concurrency))
 

@@ -13,7 +13,7 @@ import urllib.parse
 import orjson
 import tqdm
 
-from specd.bench.load import Load, num_requests, run_load
+from specd.bench.load import Load, describe, num_requests, run_load
 from specd.bench.prompts import built_in, read_prompts
 from specd.bench.report import machine, render
 from specd.errors import ConfigError
@@ -22,6 +22,7 @@ from specd.listeners import is_loopback
 
 def run(args: argparse.Namespace) -> int:
     load = _load(args)
+    print(describe(load), file=sys.stderr, flush=True)
     bar = tqdm.tqdm(total=num_requests(load), unit="request", disable=None, file=sys.stderr, leave=False)
     with bar:
         result = asyncio.run(run_load(load, progress=bar.update))
@@ -32,6 +33,7 @@ def run(args: argparse.Namespace) -> int:
         "load": {
             "url": load.url,
             "prompts": len(load.prompts),
+            "requests": num_requests(load),
             "concurrency": load.concurrency,
             "max_tokens": load.max_tokens,
             "temperature": load.temperature,

@@ -1,4 +1,7 @@
-"""`specd check`: loads everything as `serve` would, prints what would be served, listens nowhere."""
+"""`specd check`: loads everything as `serve` would, prints what would be served, listens nowhere.
+
+What it cannot tell is whether the port and the control socket will be free.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,8 @@ from specd.commands.settings import load_settings
 from specd.config import Config, admin_socket_path
 from specd.daemon import EXIT_CONFIG, load_engine, plan_text
 from specd.errors import SpecdError
+from specd.listeners import check_address
+from specd.server.app import chat_render
 from specd.server.auth import ApiKeys
 from specd.status import EngineInfo
 
@@ -23,6 +28,7 @@ def run(args: argparse.Namespace) -> int:
     log.configure(config.log.level, config.log.format)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         try:
+            check_address(config.server.host, config.server.port)
             if config.server.api_keys_file:
                 ApiKeys.from_file(config.server.api_keys_file)
             info = runner.run(_check(config))
@@ -38,6 +44,7 @@ def run(args: argparse.Namespace) -> int:
 async def _check(config: Config) -> EngineInfo:
     engine = await load_engine(config)
     try:
+        chat_render(engine.tokenizer)
         return engine.info
     finally:
         await engine.close()

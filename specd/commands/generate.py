@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
+import importlib
 import sys
 import time
 
@@ -26,6 +28,7 @@ def run(args: argparse.Namespace) -> int:
     config = load_settings(args)
     # Standard error carries the summary here; events below warning would only stand between the lines.
     log.configure("warning" if config.log.level == "info" else config.log.level, config.log.format)
+    note(f"loading {config.model.path}")
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         engine = runner.run(load_engine(config))
         try:
@@ -98,18 +101,29 @@ async def _answer(engine: DaemonEngine, prompt_ids: list[int], args: argparse.Na
 
 
 def _chat(runner: asyncio.Runner, engine: DaemonEngine, args: argparse.Namespace) -> int:
-    """Turns until end of file. Ctrl-C ends the answer, at the prompt it ends the chat.
+    """Turns until end of file. Ctrl-C ends the answer; at the prompt it clears the line, twice in a row ends the chat.
 
     The loop runs during an answer only: `input` blocks this thread, and the engine is idle then.
     """
     messages: list[Message] = []
+    interrupted = False  # by Ctrl-C at the prompt before this one
+    with contextlib.suppress(ImportError):  # optional in Python: line editing and history for `input`
+        importlib.import_module("readline")
     note(f"{engine.info.model}, drafter {engine.info.drafter}. Ctrl-D ends, Ctrl-C interrupts an answer.")
     while True:
         try:
             line = input("> ")
-        except (EOFError, KeyboardInterrupt):
+        except EOFError:
             print()
             return 0
+        except KeyboardInterrupt:
+            print()
+            if interrupted:
+                return 0
+            interrupted = True
+            note("Ctrl-C again ends the chat.")
+            continue
+        interrupted = False
         if not line.strip():
             continue
         messages.append({"role": "user", "content": line})

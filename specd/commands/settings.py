@@ -10,14 +10,17 @@ from specd.config import Config
 from specd.config_loader import Option, load_config, options, parse_value
 
 
-def add_settings(parser: argparse.ArgumentParser, *, model: bool = True) -> None:
-    """Adds --config, --set and each setting that has an option of its own; and MODEL."""
+def add_settings(parser: argparse.ArgumentParser, *, model: bool = True, server: bool = True) -> None:
+    """Adds --config, --set and each setting that has an option of its own; and MODEL.
+
+    server: with the options of the HTTP server, for commands that listen or check for one.
+    """
     if model:
         parser.add_argument("model", nargs="?", metavar="MODEL", help="alias, folder, .gguf file or hub id")
     parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file with settings")
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="any setting")
     for option in options():
-        if option.field.metadata["flag"]:
+        if option.field.metadata["flag"] and (server or option.section != "server"):
             _add_option(parser, option)
 
 

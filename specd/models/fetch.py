@@ -84,8 +84,12 @@ def resolve(name: str, *, revision: str | None = None, offline: bool = False, pr
 
     name: an alias, an existing file or folder, or a hub id `org/name` (HF_HOME and HF_TOKEN are honoured; `revision` is
     a branch, tag or commit of it). Offline starts no process and opens no connection. Blocks, for minutes when it
-    downloads. Raises FetchError, or ModelError for a file of another kind.
+    downloads. Raises FetchError; ModelError for what another try would not change: a name that stands for nothing, a
+    file of another kind, a revision of what has none.
     """
+    is_hub_id = name not in ALIASES and not Path(name).expanduser().exists() and _is_hub_id(name)
+    if revision and not is_hub_id:
+        raise ModelError(f"revision {revision!r} of {name!r}: only a hub id (org/name) has revisions; leave it out")
     if name in ALIASES:
         return _resolve_alias(name, ALIASES[name], offline=offline, progress=progress)
     path = Path(name).expanduser()
@@ -97,11 +101,15 @@ def resolve(name: str, *, revision: str | None = None, offline: bool = False, pr
                 f"{name}: only .gguf files and folders with .safetensors are read; pickled checkpoints never are"
             )
         return path
-    if _HUB_ID.fullmatch(name) and not name.endswith(".gguf"):
+    if is_hub_id:
         return _resolve_hub(name, revision, offline=offline, progress=progress)
-    raise FetchError(
+    raise ModelError(
         f"{name!r} is no file, no folder, no hub id (org/name) and no known alias; aliases are: {', '.join(ALIASES)}"
     )
+
+
+def _is_hub_id(name: str) -> bool:
+    return _HUB_ID.fullmatch(name) is not None and not name.endswith(".gguf")
 
 
 def cache_folder() -> Path:

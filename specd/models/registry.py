@@ -115,6 +115,8 @@ def _load_gguf(
 def _load_folder(
     path: Path, dtype: str, device: torch.device, attention: AttentionBackend, kernels: KernelChoice
 ) -> LoadedModel:
+    if not (path / "config.json").is_file():
+        raise ModelError(f"{path}: not a model folder: it holds no config.json")
     data = _read_json(path / "config.json", required=True)
     name = _architecture(path, data)
     architecture = ARCHITECTURES[name]

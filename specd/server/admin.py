@@ -18,7 +18,7 @@ from typing import Any
 import orjson
 from aiohttp import web
 
-from specd.errors import ConfigError, RequestError, SpecdError
+from specd.errors import AddressInUseError, ConfigError, RequestError, SpecdError
 from specd.log import get_logger
 from specd.server.metrics import version
 from specd.server.openai import parse_json
@@ -68,8 +68,8 @@ def create_admin_app(engine: EngineProtocol, on_shutdown: Callable[[Shutdown], N
 def bind_admin_socket(path: str | Path) -> socket.socket:
     """A listening socket file of mode 0660. A missing parent is made with mode 0700; a stale file is replaced.
 
-    Raises ConfigError when somebody listens there, when the file is something else, or when others could swap the
-    file because they can write to its folder or own it.
+    Raises AddressInUseError when somebody listens there, ConfigError when the file is something else, or when others
+    could swap the file because they can write to its folder or own it.
     """
     path = Path(path)
     _check_parent(path.parent)
@@ -114,7 +114,10 @@ def _remove_stale(path: Path) -> None:
             return
         except OSError as error:
             raise ConfigError(f"admin.socket: cannot tell whether {path} is in use: {error}") from error
-    raise ConfigError(f"admin.socket: another daemon listens on {path}; stop it or choose another path")
+    raise AddressInUseError(
+        f"admin.socket: another daemon listens on {path}; stop it, or give this one a socket of its own: "
+        "--set admin.socket=PATH"
+    )
 
 
 class _Verbs:

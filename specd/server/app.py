@@ -55,7 +55,7 @@ def create_app(engine: EngineProtocol, config: Config) -> web.Application:
     """
     keys = ApiKeys.from_file(config.server.api_keys_file) if config.server.api_keys_file else ApiKeys()
     metrics = ServerMetrics(engine)
-    generation = Generation(engine, config, metrics=metrics, render=_chat_render(engine.tokenizer))
+    generation = Generation(engine, config, metrics=metrics, render=chat_render(engine.tokenizer))
     pages = _Pages(engine, metrics)
     guard = _Guard(engine, generation, keys, metrics, open_handlers=pages.open_handlers)
     app = web.Application(client_max_size=config.server.max_body_bytes, middlewares=[guard.middleware])
@@ -104,8 +104,8 @@ def _protocol_logger() -> logging.Logger:
     return logger
 
 
-def _chat_render(tokenizer: Tokenizer) -> Render | None:
-    """The model's chat template, compiled once; None when it has none."""
+def chat_render(tokenizer: Tokenizer) -> Render | None:
+    """The model's chat template, compiled once; None when it has none. Raises ModelError when it does not compile."""
     if tokenizer.chat_template is None:
         return None
     template = ChatTemplate(

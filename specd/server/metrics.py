@@ -27,6 +27,21 @@ _ITL_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10
 _E2E_S = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
 
+_VLLM_TEXTS = {
+    "spec_decode_num_drafts": "Sequences' steps in which at least one draft was checked.",
+    "spec_decode_num_draft_tokens": "Draft tokens that the target checked.",
+    "spec_decode_num_accepted_tokens": "Draft tokens that were kept.",
+    "prompt_tokens": "Prompt tokens of the choices that were scheduled, cached ones included.",
+    "prompt_tokens_cached": "Prompt tokens that came from the prefix cache and were not computed.",
+    "prefix_cache_queries": "Prompt tokens that were looked up in the prefix cache.",
+    "prefix_cache_hits": "Prompt tokens that were found in the prefix cache.",
+    "generation_tokens": "Tokens that were generated.",
+    "num_preemptions": "Times that a sequence gave up its pages and was to be computed again.",
+    "num_requests_running": "Sequences in the batch now.",
+    "num_requests_waiting": "Sequences that wait for a place in the batch now.",
+    "kv_cache_usage_perc": "Share of the KV pages in use now (0 to 1).",
+}
+
 
 def version() -> str:
     """The installed version; a source tree that was never installed has none."""
@@ -42,23 +57,44 @@ class ServerMetrics:
     def __init__(self, engine: EngineProtocol) -> None:
         self.registry = CollectorRegistry(auto_describe=False)
         self._model = engine.info.served_names[0]
-        self.ttft = self._histogram("vllm:time_to_first_token_seconds", "Arrival to first token.", _TTFT_S)
+        self.ttft = self._histogram(
+            "vllm:time_to_first_token_seconds", "Time from a request's arrival to its first token.", _TTFT_S
+        )
         self.itl = self._histogram(
             "vllm:inter_token_latency_seconds", "Time between two deliveries of one choice (a step each).", _ITL_S
         )
         self._tpot = self._histogram(
-            "vllm:request_time_per_output_token_seconds", "Mean time per token after a choice's first.", _ITL_S
+            "vllm:request_time_per_output_token_seconds",
+            "Mean time for each token of a finished choice, its first one left out.",
+            _ITL_S,
         )
-        self.e2e = self._histogram("vllm:e2e_request_latency_seconds", "Arrival to last token.", _E2E_S)
-        self._queue = self._histogram("vllm:request_queue_time_seconds", "Submitted to first scheduled.", _TTFT_S)
-        self._prompt = self._histogram("vllm:request_prompt_tokens", "Prompt tokens of a finished choice.", _TOKENS)
-        self._output = self._histogram("vllm:request_generation_tokens", "Tokens of a finished choice.", _TOKENS)
+        self.e2e = self._histogram(
+            "vllm:e2e_request_latency_seconds", "Time from a request's arrival to its last token.", _E2E_S
+        )
+        self._queue = self._histogram(
+            "vllm:request_queue_time_seconds", "Time that a choice waited before it was first scheduled.", _TTFT_S
+        )
+        self._prompt = self._histogram(
+            "vllm:request_prompt_tokens", "Tokens in the prompt of a finished choice.", _TOKENS
+        )
+        self._output = self._histogram(
+            "vllm:request_generation_tokens", "Tokens that a finished choice generated.", _TOKENS
+        )
         self.responses = Counter(
-            "specd_http_responses", "HTTP responses.", ["endpoint", "status"], registry=self.registry
+            "specd_http_responses",
+            "HTTP responses, by endpoint and status (499: the client left before there was one).",
+            ["endpoint", "status"],
+            registry=self.registry,
         )
-        self.ignored_fields = self._counter("specd_ignored_fields", "Request fields that nobody knew.")
-        self.slow_client_aborts = self._counter("specd_slow_client_aborts", "Streams whose client did not read.")
-        self.client_disconnects = self._counter("specd_client_disconnects", "Requests whose client left early.")
+        self.ignored_fields = self._counter(
+            "specd_ignored_fields", "Fields in requests that specd does not know and passed over."
+        )
+        self.slow_client_aborts = self._counter(
+            "specd_slow_client_aborts", "Streams that were ended because their client did not read."
+        )
+        self.client_disconnects = self._counter(
+            "specd_client_disconnects", "Requests whose client closed the connection before the end."
+        )
         self.registry.register(_EngineCollector(engine))
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
@@ -110,21 +146,23 @@ class _EngineCollector:
             "num_preemptions": stats.preemptions,
         }
         for name, value in counters.items():
-            yield self._labelled(f"vllm:{name}", "As in vLLM.", {(): value})
+            yield self._labelled(f"vllm:{name}", _VLLM_TEXTS[name], {(): value})
         positions: dict[tuple[str, ...], float] = {
             (str(i),): count for i, count in enumerate(self._padded(stats.accepted_per_position))
         }
         name = "vllm:spec_decode_num_accepted_tokens_per_pos"
-        yield self._labelled(name, "As in vLLM.", positions, "position")
+        text = "Draft tokens that were kept, by their position in the draft (0 is the first)."
+        yield self._labelled(name, text, positions, "position")
         reasons: dict[tuple[str, ...], float] = {(str(r),): stats.finished_requests.get(r, 0) for r in FinishReason}
-        yield self._labelled("vllm:request_success", "As in vLLM, per choice.", reasons, "finished_reason")
+        text = "Choices that have ended, by finish reason."
+        yield self._labelled("vllm:request_success", text, reasons, "finished_reason")
         gauges: dict[str, float] = {
             "num_requests_running": stats.running,
             "num_requests_waiting": stats.waiting,
             "kv_cache_usage_perc": used / stats.pages_total if stats.pages_total else 0.0,
         }
         for name, level in gauges.items():
-            family = GaugeMetricFamily(f"vllm:{name}", "As in vLLM.", labels=["model_name"])
+            family = GaugeMetricFamily(f"vllm:{name}", _VLLM_TEXTS[name], labels=["model_name"])
             family.add_metric([self._model], level)
             yield family
 
@@ -137,32 +175,55 @@ class _EngineCollector:
         return family
 
     def _requests(self, stats: EngineStats) -> Iterator[Metric]:
-        counters = {
-            "accepted": stats.accepted_requests,
-            "finished": stats.requests_finished,
-            "failed": stats.requests_failed,
-            "aborted": stats.requests_aborted,
-        }
-        for name, value in counters.items():
-            yield _counter(f"specd_requests_{name}", f"Requests {name}.", value)
-        yield _counter("specd_steps", "Steps of the pipeline.", stats.steps)
+        for name, text, value in (
+            (
+                "accepted",
+                "Requests that were taken on; each ends as finished, failed or aborted.",
+                stats.accepted_requests,
+            ),
+            ("finished", "Requests that ended with every choice complete.", stats.requests_finished),
+            ("failed", "Requests that ended with an error of the engine.", stats.requests_failed),
+            ("aborted", "Requests that their client, an operator or a shutdown ended.", stats.requests_aborted),
+        ):
+            yield _counter(f"specd_requests_{name}", text, value)
+        yield _counter("specd_steps", "Steps of the pipeline: one forward of the target each.", stats.steps)
 
     def _speculation(self, stats: EngineStats) -> Iterator[Metric]:
         families: tuple[tuple[str, str, Mapping[str, int]], ...] = (
-            ("specd_spec_drafts", "Rows that verified at least one draft.", stats.drafts),
-            ("specd_spec_draft_tokens", "Drafts verified.", stats.draft_tokens),
-            ("specd_spec_accepted_tokens", "Drafts kept.", stats.accepted_tokens),
+            (
+                "specd_spec_drafts",
+                "Sequences' steps in which at least one draft was checked, by who proposed it.",
+                stats.drafts,
+            ),
+            (
+                "specd_spec_draft_tokens",
+                "Draft tokens that the target checked, by who proposed them.",
+                stats.draft_tokens,
+            ),
+            ("specd_spec_accepted_tokens", "Draft tokens that were kept, by who proposed them.", stats.accepted_tokens),
         )
         for name, text, by_source in families:
             family = CounterMetricFamily(name, text, labels=["source"])
             for source, value in {**dict.fromkeys(_sources(self._engine.info), 0), **by_source}.items():
                 family.add_metric([source], value)
             yield family
-        yield _counter("specd_spec_failed_drafts", "Steps whose drafter failed.", stats.failed_drafts)
-        yield _counter("specd_spec_failed_refills", "Steps whose refill failed.", stats.failed_refills)
+        yield _counter(
+            "specd_spec_failed_drafts", "Steps whose drafter failed; they went on without drafts.", stats.failed_drafts
+        )
+        yield _counter(
+            "specd_spec_failed_refills", "Steps after which the drafter could not catch up.", stats.failed_refills
+        )
         for name, text, counts in (
-            ("specd_spec_drafted_per_position", "Drafts verified, by position.", stats.drafted_per_position),
-            ("specd_spec_accepted_per_position", "Drafts kept, by position.", stats.accepted_per_position),
+            (
+                "specd_spec_drafted_per_position",
+                "Draft tokens checked, by position (0 first).",
+                stats.drafted_per_position,
+            ),
+            (
+                "specd_spec_accepted_per_position",
+                "Draft tokens kept, by position (0 first).",
+                stats.accepted_per_position,
+            ),
         ):
             family = CounterMetricFamily(name, text, labels=["position"])
             for i, value in enumerate(self._padded(counts)):
@@ -174,20 +235,28 @@ class _EngineCollector:
         return counts + (0,) * (self._engine.info.max_draft - len(counts))
 
     def _gauges(self, stats: EngineStats) -> Iterator[Metric]:
-        pages = GaugeMetricFamily("specd_kv_pages", "Pages of the pool; cached ones are free too.", labels=["state"])
+        pages = GaugeMetricFamily(
+            "specd_kv_pages", "Pages of the KV pool by state; a cached page is counted as free too.", labels=["state"]
+        )
         pages.add_metric(["free"], stats.pages_free)
         pages.add_metric(["used"], stats.pages_total - stats.pages_free)
         pages.add_metric(["cached"], stats.pages_cached)
         yield pages
-        state = GaugeMetricFamily("specd_engine_state", "1 for the state that the engine is in.", labels=["state"])
+        state = GaugeMetricFamily(
+            "specd_engine_state", "1 for the state that the engine is in, 0 for the others.", labels=["state"]
+        )
         for name in EngineState:
             state.add_metric([str(name)], float(stats.state is name))
         yield state
-        yield GaugeMetricFamily("specd_uptime_seconds", "Time since the engine started.", value=stats.uptime_s)
-        text = "Time since a step finished, 0 when idle."
+        yield GaugeMetricFamily("specd_uptime_seconds", "Time since the engine was started.", value=stats.uptime_s)
+        text = "Time since the last step finished; 0 while nothing is to be done."
         yield GaugeMetricFamily("specd_since_progress_seconds", text, value=stats.last_progress_s)
         info = self._engine.info
-        build = GaugeMetricFamily("specd_build_info", "Always 1.", labels=["version", "model", "drafter", "acceptance"])
+        build = GaugeMetricFamily(
+            "specd_build_info",
+            "Always 1; the labels say what is running.",
+            labels=["version", "model", "drafter", "acceptance"],
+        )
         build.add_metric([version(), info.model, info.drafter, info.acceptance], 1)
         yield build
 
