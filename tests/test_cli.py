@@ -191,6 +191,7 @@ def test_generate_streams_and_sums_up(engine: FakeEngine, capsys: pytest.Capture
     assert cli.main(["generate", "hello"]) == 0
     out, err = capsys.readouterr()
     assert out == "hey\n"
+    assert err.startswith("loading smollm2-135m\n")
     assert "10.0 tokens/s" in err  # 20 tokens after the first, in the 2 s after it
     assert "1: 67% (2/3), 2: 33% (1/3), 3: 50% (1/2)" in err
     (request,) = engine.requests

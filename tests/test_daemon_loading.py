@@ -10,11 +10,13 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import structlog
 
 from specd.config import Config
-from specd.daemon import LoadAbandoned, serve
+from specd.daemon import LoadAbandoned, load_engine, serve
 from specd.errors import FetchError
 from tests.daemons import FakeEngine, config_in, health, run
 
@@ -89,6 +91,17 @@ def test_a_load_that_fails_after_the_signal_is_an_ordinary_end(config: Config) -
         return await serving
 
     assert run(main) == 0
+
+
+def test_the_load_is_announced(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def create(config: Config) -> FakeEngine:
+        assert [line["event"] for line in lines] == ["model_loading"]
+        return FakeEngine()
+
+    monkeypatch.setitem(sys.modules, "specd.engine", SimpleNamespace(Engine=SimpleNamespace(create=create)))  # type: ignore[arg-type]
+    with structlog.testing.capture_logs() as lines:
+        assert isinstance(run(lambda: load_engine(config)), FakeEngine)
+    assert lines[0]["path"] == "smollm2-135m"
 
 
 SLOW_LOAD = """

@@ -122,7 +122,7 @@ def test_stale_sockets_are_replaced_and_living_ones_are_not(tmp_path: Path) -> N
     path = tmp_path / "admin.sock"
     bind_admin_socket(path).close()
     assert path.exists()
-    with bind_admin_socket(path), pytest.raises(AddressInUseError, match="--set admin.socket="):
+    with bind_admin_socket(path), pytest.raises(AddressInUseError, match=r"--set admin\.socket="):
         bind_admin_socket(path)
 
 

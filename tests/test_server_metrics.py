@@ -36,6 +36,17 @@ async def test_speculation_counters_exist_at_zero() -> None:
     assert not [name for name, _ in samples if name.endswith("_created")]
 
 
+async def test_every_family_says_what_it_is() -> None:
+    async with serve(FakeEngine()) as client:
+        text = (await client.get("/metrics")).raw.decode()
+    texts = {family.name: family.documentation for family in text_string_to_metric_families(text)}
+    assert len(texts) > 30
+    for name, documentation in texts.items():
+        assert documentation.endswith("."), name
+        assert len(documentation.split()) >= 4, name
+        assert "as in vllm" not in documentation.lower(), name
+
+
 @pytest.mark.parametrize(
     ("drafter", "sources"),
     [("ngram", {"ngram"}), ("lm:draft", {"drafter"}), ("layers:4", {"drafter"}), ("none", set())],
