@@ -80,7 +80,7 @@ class StepCost:
     So a size that once was slow by accident is tried again, and so is plain decoding after a long time of drafts.
     """
 
-    def __init__(self, *, optimism: float = 0.02, memory: float = 20.0, fading: float = 0.998) -> None:
+    def __init__(self, *, optimism: float = 0.02, memory: float = 20.0, fading: float = 0.995) -> None:
         self._optimism = optimism
         self._memory = memory  # observations an average reaches back
         self._fading = fading
