@@ -85,13 +85,20 @@ class Bandwidth:
 
 
 def timed(call: Callable[[], object]) -> float:
-    """The better of two: the first may find the threads asleep."""
+    """The median of five, after one that may find the threads asleep."""
+    call()
     seconds = []
-    for _ in range(2):
+    for _ in range(5):
         start = time.perf_counter()
         call()
         seconds.append(time.perf_counter() - start)
-    return min(seconds)
+    return statistics.median(seconds)
+
+
+def rotated(items: list[int], turn: int) -> list[int]:
+    """Each round begins with another one: what comes first may find a slow core."""
+    at = turn % len(items)
+    return items[at:] + items[:at]
 
 
 def measure(
@@ -102,10 +109,10 @@ def measure(
     ratios: dict[int, list[float]] = {m: [] for m in calls}
     for call in calls.values():
         call()
-    for _ in range(rounds):
+    for turn in range(rounds):
         seconds_a_byte = bandwidth()
-        for m, call in calls.items():
-            times[m].append(timed(call))
+        for m in rotated(list(calls), turn):
+            times[m].append(timed(calls[m]))
             ratios[m].append(times[m][-1] / (num_bytes[m] * seconds_a_byte))
     first = times[next(iter(calls))]
     return [
