@@ -11,7 +11,6 @@ each step), and with the target's first four layers as drafter. Writes benchmark
 from __future__ import annotations
 
 import argparse
-import asyncio
 import os
 import time
 from collections.abc import Callable
@@ -28,6 +27,7 @@ from benchmarks.measure import (
     SpecdSide,
     alternate,
     arguments,
+    run,
     show,
     table,
     write_result,
@@ -159,7 +159,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.quick:
         args.rounds, args.tokens, args.prompts, args.concurrency = 1, 8, 1, [1, 2]
-    asyncio.run(measure(args))
+    run(measure(args))
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.measure import Question, SpecdSide, arguments, union, write_result
+from benchmarks.measure import Question, SpecdSide, arguments, run, union, write_result
 from benchmarks.peers import SPECD, chosen, make_load, side_pattern
 from specd.bench.report import machine, percentile
 from specd.engine import Engine
@@ -140,7 +140,7 @@ def main() -> None:
     if args.quick:
         args.rounds, args.tokens, args.streams = 1, 24, 4
     args.prompts = args.streams
-    asyncio.run(measure(args))
+    run(measure(args))
 
 
 if __name__ == "__main__":

@@ -16,12 +16,13 @@ import shlex
 import statistics
 import sys
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
 
 import orjson
+import uvloop
 
 from specd.bench.prompts import CHAT, COPY
 from specd.bench.report import MIN_ROUNDS, percentile
@@ -93,6 +94,12 @@ class Side(Protocol):
         ...
 
     async def close(self) -> None: ...
+
+
+def run(measurement: Coroutine[Any, Any, None]) -> None:
+    """Runs a benchmark on the event loop that the daemon uses."""
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(measurement)
 
 
 class SpecdSide:

@@ -13,7 +13,6 @@ benchmarks/results/peers-PIECE.json and the same as tables in peers-PIECE.md. be
 from __future__ import annotations
 
 import argparse
-import asyncio
 import fnmatch
 import os
 import random
@@ -35,6 +34,7 @@ from benchmarks.measure import (
     SpecdSide,
     alternate,
     arguments,
+    run,
     show,
     table,
     write_result,
@@ -264,7 +264,7 @@ def main() -> None:
         args.rounds, args.tokens, args.prompts = 1, 8, 1
         if args.loads == list(LOADS):
             args.loads = ["chat-1", "copy-2", "ttft-200"]
-    asyncio.run(measure(args))
+    run(measure(args))
 
 
 if __name__ == "__main__":

@@ -12,9 +12,8 @@ steps. The first variant of a set is what the others are compared with. Each set
 from __future__ import annotations
 
 import argparse
-import asyncio
 
-from benchmarks.measure import KINDS, Load, Question, SpecdSide, alternate, arguments, show, table, write_result
+from benchmarks.measure import KINDS, Load, Question, SpecdSide, alternate, arguments, run, show, table, write_result
 from benchmarks.reference_tokens import chat_ids
 from specd.bench.report import machine
 from specd.text import Tokenizer
@@ -98,7 +97,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.quick:
         args.rounds, args.tokens, args.concurrency = 1, 9, [2]
-    asyncio.run(measure(args))
+    run(measure(args))
 
 
 if __name__ == "__main__":

@@ -109,27 +109,20 @@ static void transpose_keys(int32_t kind, const uint8_t *const *rows, int count, 
 
 /* Scores of one query in one segment -> weights e^(score - maximum), of the first `seen` keys. */
 static void weigh(float *scores, int seen, float scale, float *maximum, float *sum) {
-    float lanes[16];
-    VF peak[16 / W], total[16 / W], factor = vf_set1(scale);
-    for (int j = 0; j < SPECD_SEGMENT; j += W) vf_store(scores + j, vf_mul(vf_load(scores + j), factor));
+    VF s[SPECD_SEGMENT / W], peak[16 / W], total[16 / W], factor = vf_set1(scale);
     for (int j = seen; j < SPECD_SEGMENT; j++) scores[j] = -INFINITY;
-    UNROLL for (int v = 0; v < 16 / W; v++) peak[v] = vf_load(scores + v * W);
-    for (int j = 16; j < SPECD_SEGMENT; j += 16) {
-        UNROLL for (int v = 0; v < 16 / W; v++) peak[v] = vf_max(peak[v], vf_load(scores + j + v * W));
-    }
-    UNROLL for (int v = 0; v < 16 / W; v++) vf_store(lanes + v * W, peak[v]);
-    *maximum = max_lanes(lanes);
+    UNROLL for (int v = 0; v < SPECD_SEGMENT / W; v++) s[v] = vf_mul(vf_load(scores + v * W), factor);
+    UNROLL for (int v = 0; v < 16 / W; v++) peak[v] = s[v];
+    UNROLL for (int v = 16 / W; v < SPECD_SEGMENT / W; v++) peak[v % (16 / W)] = vf_max(peak[v % (16 / W)], s[v]);
+    *maximum = vf_peak(peak);
     VF top = vf_set1(*maximum);
+    UNROLL for (int v = 0; v < SPECD_SEGMENT / W; v++) s[v] = vf_exp(vf_sub(s[v], top));
     UNROLL for (int v = 0; v < 16 / W; v++) total[v] = vf_zero();
-    for (int j = 0; j < SPECD_SEGMENT; j += 16) {
-        UNROLL for (int v = 0; v < 16 / W; v++) {
-            VF weight = vf_exp(vf_sub(vf_load(scores + j + v * W), top));
-            vf_store(scores + j + v * W, weight);
-            total[v] = vf_add(total[v], weight);
-        }
+    UNROLL for (int v = 0; v < SPECD_SEGMENT / W; v++) {
+        vf_store(scores + v * W, s[v]);
+        total[v % (16 / W)] = vf_add(total[v % (16 / W)], s[v]);
     }
-    UNROLL for (int v = 0; v < 16 / W; v++) vf_store(lanes + v * W, total[v]);
-    *sum = sum_lanes(lanes);
+    *sum = vf_total(total);
 }
 
 /* Results of queries first .. last - 1, [D] value sums, the maximum and the sum each: `merged` takes in `segment`. */

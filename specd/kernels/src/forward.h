@@ -276,14 +276,12 @@ static void run_exp(const float *x, int64_t count, float *exp_out, float *silu_o
 }
 
 static float run_read(const float *data, int64_t first, int64_t last) {
-    float lanes[16] = {0};
     VF top[64 / W];
     for (int v = 0; v < 64 / W; v++) top[v] = vf_zero();
     for (int64_t at = first; at < last; at += 64) {
         UNROLL for (int i = 0; i < 64; i += 16) __builtin_prefetch(data + at + 1024 + i);
         UNROLL for (int v = 0; v < 64 / W; v++) top[v] = vf_max(top[v], vf_load(data + at + v * W));
     }
-    for (int v = 1; v < 64 / W; v++) top[0] = vf_max(top[0], top[v]);
-    vf_store(lanes, top[0]);
-    return max_lanes(lanes);
+    for (int v = 16 / W; v < 64 / W; v++) top[v % (16 / W)] = vf_max(top[v % (16 / W)], top[v]);
+    return vf_peak(top);
 }

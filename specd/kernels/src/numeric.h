@@ -1,24 +1,5 @@
 /* Elementwise functions, sums in a fixed order, norms and the quantisation of activations. Included by each level. */
 
-/* W-independent sum: sixteen running sums (element i goes to i mod 16), then halves onto halves. */
-INLINE float sum_lanes(const float *lanes) {
-    float s[16];
-    memcpy(s, lanes, sizeof s);
-    for (int width = 8; width > 0; width /= 2) {
-        for (int i = 0; i < width; i++) s[i] += s[i + width];
-    }
-    return s[0];
-}
-
-INLINE float max_lanes(const float *lanes) {
-    float m[16];
-    memcpy(m, lanes, sizeof m);
-    for (int width = 8; width > 0; width /= 2) {
-        for (int i = 0; i < width; i++) m[i] = m[i] > m[i + width] ? m[i] : m[i + width];
-    }
-    return m[0];
-}
-
 /* e^x to about one unit in the last place (Cephes' polynomial); 0 below -87.3, e^88 above 88; NaN stays NaN. */
 INLINE VF vf_exp(VF x) {
     const float low = -87.3f;
@@ -44,17 +25,14 @@ static void quantise_group(const Inputs *in, int64_t row, int64_t group) {
     const float *x = in->x + row * in->columns + group * SPECD_GROUP;
     int8_t *q = in->q + row * in->columns + group * SPECD_GROUP;
     int64_t at = row * in->groups + group;
-    float lanes[16] = {0};
-    VF zeros = vf_zero(), peak = vf_zero();
+    VF zeros[16 / W], peak[16 / W];
+    UNROLL for (int v = 0; v < 16 / W; v++) zeros[v] = peak[v] = vf_zero();
     UNROLL for (int i = 0; i < SPECD_GROUP / W; i++) {
-        VF v = vf_load(x + i * W);
-        peak = vf_max(peak, vf_abs(v));
-        zeros = vf_fma(v, vf_zero(), zeros); /* 0, or NaN where x is not finite */
+        VF value = vf_load(x + i * W);
+        peak[i % (16 / W)] = vf_max(peak[i % (16 / W)], vf_abs(value));
+        zeros[i % (16 / W)] = vf_fma(value, vf_zero(), zeros[i % (16 / W)]); /* 0, or NaN where x is not finite */
     }
-    vf_store(lanes, peak);
-    float largest = max_lanes(lanes), bad;
-    vf_store(lanes, zeros);
-    bad = sum_lanes(lanes);
+    float largest = vf_peak(peak), bad = vf_total(zeros);
     if (!(bad == 0.0f)) { /* the row's results must be NaN, and no other row's */
         memset(q, 0, SPECD_GROUP);
         in->scales[at] = in->scaled[at] = bad;
@@ -79,9 +57,9 @@ static void quantise_group(const Inputs *in, int64_t row, int64_t group) {
 
 static void sum_group(const Inputs *in, int64_t row, int64_t group) {
     const float *x = in->x + row * in->columns + group * SPECD_GROUP;
-    float lanes[16];
-    for (int i = 0; i < 16; i++) lanes[i] = x[i] + x[i + 16];
-    in->sums[row * in->groups + group] = sum_lanes(lanes);
+    VF sums[16 / W];
+    UNROLL for (int v = 0; v < 16 / W; v++) sums[v] = vf_add(vf_load(x + v * W), vf_load(x + 16 + v * W));
+    in->sums[row * in->groups + group] = vf_total(sums);
 }
 
 INLINE void prepare_group(const Inputs *in, int64_t row, int64_t group, int needs) {
@@ -108,8 +86,11 @@ static void rms_norm(const float *x, const float *weight, int64_t width, float e
             sums[i] = vf_fma(v, v, sums[i]);
         }
     }
-    UNROLL for (int i = 0; i < 16 / W; i++) vf_store(lanes + i * W, sums[i]);
-    for (int64_t k = whole; k < width; k++) lanes[k - whole] = fmaf(x[k], x[k], lanes[k - whole]);
-    float factor = 1.0f / sqrtf(sum_lanes(lanes) / (float)width + eps);
+    if (whole < width) {
+        UNROLL for (int i = 0; i < 16 / W; i++) vf_store(lanes + i * W, sums[i]);
+        for (int64_t k = whole; k < width; k++) lanes[k - whole] = fmaf(x[k], x[k], lanes[k - whole]);
+        UNROLL for (int i = 0; i < 16 / W; i++) sums[i] = vf_load(lanes + i * W);
+    }
+    float factor = 1.0f / sqrtf(vf_total(sums) / (float)width + eps);
     for (int64_t k = 0; k < width; k++) out[k] = weight[k] * (x[k] * factor);
 }

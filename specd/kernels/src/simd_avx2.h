@@ -25,6 +25,13 @@ INLINE VF vf_fma(VF a, VF b, VF c) { return _mm256_fmadd_ps(a, b, c); }
 INLINE VF vf_max(VF a, VF b) { return _mm256_max_ps(a, b); }
 INLINE VF vf_min(VF a, VF b) { return _mm256_min_ps(a, b); }
 INLINE VF vf_abs(VF a) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), a); }
+#define FOLD_HALVES(OP256, OP128, LOW, HIGH)                               \
+    __m256 eight = OP256(LOW, HIGH);                                        \
+    __m128 s = OP128(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1)); \
+    s = OP128(s, _mm_movehl_ps(s, s));                                      \
+    return _mm_cvtss_f32(OP128(s, _mm_movehdup_ps(s)))
+INLINE float vf_total(const VF *v) { FOLD_HALVES(_mm256_add_ps, _mm_add_ps, v[0], v[1]); }
+INLINE float vf_peak(const VF *v) { FOLD_HALVES(_mm256_max_ps, _mm_max_ps, v[0], v[1]); }
 INLINE VF vf_zero_below(VF v, VF x, float low) {
     return _mm256_and_ps(_mm256_cmp_ps(x, _mm256_set1_ps(low), _CMP_NLT_UQ), v);
 }

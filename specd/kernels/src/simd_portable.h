@@ -37,6 +37,21 @@ INLINE VF vf_fma(VF a, VF b, VF c) { MAP(VF, fmaf(a.v[l], b.v[l], c.v[l])); } /*
 INLINE VF vf_max(VF a, VF b) { MAP(VF, a.v[l] > b.v[l] ? a.v[l] : b.v[l]); }  /* b when either is NaN */
 INLINE VF vf_min(VF a, VF b) { MAP(VF, a.v[l] < b.v[l] ? a.v[l] : b.v[l]); }
 INLINE VF vf_abs(VF a) { MAP(VF, fabsf(a.v[l])); }
+/* Of 16 lanes in 16 / W vectors: halves onto halves, so that every W gives the same sum. */
+INLINE float vf_total(const VF *v) {
+    VF s = v[0];
+    for (int width = 8; width > 0; width /= 2) {
+        for (int l = 0; l < width; l++) s.v[l] += s.v[l + width];
+    }
+    return s.v[0];
+}
+INLINE float vf_peak(const VF *v) {
+    VF m = v[0];
+    for (int width = 8; width > 0; width /= 2) {
+        for (int l = 0; l < width; l++) m.v[l] = m.v[l] > m.v[l + width] ? m.v[l] : m.v[l + width];
+    }
+    return m.v[0];
+}
 /* v, but 0 where x < low; a NaN in x keeps v. */
 INLINE VF vf_zero_below(VF v, VF x, float low) { MAP(VF, x.v[l] < low ? 0.0f : v.v[l]); }
 INLINE VF vf_f16(const uint16_t *p) { MAP(VF, f16_value(p[l])); }
