@@ -133,11 +133,26 @@ class DraftTokens:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class BestTokens:
+    """All that greedy rows need of their logits. A row with a NaN has the value NaN."""
+
+    values: torch.Tensor  # f32[R] the largest logit
+    tokens: torch.Tensor  # i64[R] its token, the lowest id among equals
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class TargetOutput:
     """The target's forward. Logits rows: K_b + 1 for each row that emits, none for the others, in row order."""
 
-    logits: torch.Tensor  # [R, V], model dtype
+    logits: torch.Tensor | None  # [R, V], model dtype; None where `best` is all that the batch needs
     features: torch.Tensor | None = None  # [T, F]
+    best: BestTokens | None = None
+
+    def all_logits(self) -> torch.Tensor:
+        """Raises ValueError when only the best ones were computed."""
+        if self.logits is None:
+            raise ValueError("this batch's logits were not computed: it was taken for a plain greedy one")
+        return self.logits
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)

@@ -15,7 +15,7 @@ from specd.drafters.base import Drafter
 from specd.kv import PagedKV
 from specd.models.base import ModelShape
 from specd.step import DraftTraits, RefillMode
-from specd.tensors import BatchInfo, DraftState
+from specd.tensors import BatchInfo, BestTokens, DraftState
 
 CPU = torch.device("cpu")
 VOCAB = 97
@@ -122,6 +122,9 @@ class SuccessorModel:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         out = one_hot_logits(hidden[:, 3].nan_to_num(0.0).long().tolist())
         return out.masked_fill(hidden[:, 3:].isnan(), float("nan"))
+
+    def best(self, hidden: torch.Tensor) -> BestTokens:
+        return BestTokens(*self.logits(hidden).max(-1))
 
     def weight_bytes(self) -> int:
         return 0

@@ -168,7 +168,8 @@ def test_argmax_is_that_of_the_logits(level: str, activations: str) -> None:
     logits = model.logits(hidden)
     for threads in (1, 2, 5):
         torch.set_num_threads(threads)
-        values, places = model.argmax(hidden)
+        best = model.best(hidden)
+        values, places = best.values, best.tokens
         assert torch.equal(values.isnan(), torch.arange(21) == 9)
         good = torch.arange(21) != 9
         assert torch.equal(values[good], logits.amax(-1)[good])

@@ -61,7 +61,13 @@ def step(
     before = torch.cat([torch.tensor(lasts)[:, None], drafts], dim=1).flatten()
     output = TargetOutput(logits=table[before])
     return accept_rows(
-        rule, DEFAULT_SETTINGS, plan, upload(plan, fresh_upload(CPU)), DraftTokens(tokens=drafts), output, masks
+        rule,
+        DEFAULT_SETTINGS,
+        plan,
+        upload(plan, fresh_upload(CPU), table.shape[1]),
+        DraftTokens(tokens=drafts),
+        output,
+        masks,
     )
 
 

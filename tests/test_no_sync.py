@@ -245,7 +245,7 @@ class Rig:
         return DraftState(logits, None if width is None else torch.zeros((8, width), device=self.device))
 
     def verify(self, plan: StepPlan, drafts: DraftTokens) -> tuple[VerifyBatch, TargetOutput]:
-        batch = upload(plan, fresh_upload(self.device))
+        batch = upload(plan, fresh_upload(self.device), CONFIG.vocab_size)
         return batch, forward(self.target, self.kv, self.features, "last", batch, drafts)
 
 
@@ -313,7 +313,7 @@ def padded_stage(rig: Rig) -> DraftState:
 
 def aux_features(rig: Rig) -> torch.Tensor:
     plan = make_plan(extra=1, refill=Refill.NEWEST)
-    batch = upload(plan, fresh_upload(rig.device))
+    batch = upload(plan, fresh_upload(rig.device), CONFIG.vocab_size)
     _, read = rig.target.forward(batch.tokens, batch.info, rig.kv, features="aux")
     assert read is not None
     return read

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 
 from specd.kv import PagedKV
-from specd.tensors import BatchInfo
+from specd.tensors import BatchInfo, BestTokens
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -46,6 +46,10 @@ class Model(Protocol):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[R, H] -> [R, V], in the model's dtype."""
+        ...
+
+    def best(self, hidden: torch.Tensor) -> BestTokens:
+        """[R, H] -> the largest of each row's logits, without more of them than it takes."""
         ...
 
     def weight_bytes(self) -> int:

@@ -19,7 +19,7 @@ from specd.kv import PagedKV
 from specd.models.base import ModelShape
 from specd.models.config import LlamaConfig
 from specd.models.layers import Linear, inverse_frequencies, rms_norm, rope_angles, rotate, swiglu
-from specd.tensors import BatchInfo
+from specd.tensors import BatchInfo, BestTokens
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -108,6 +108,10 @@ class Llama:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [R, H] after the final norm -> [R, V]; V counts padding rows of the head."""
         return F.linear(hidden, self.head)
+
+    def best(self, hidden: torch.Tensor) -> BestTokens:
+        values, tokens = self.logits(hidden).max(-1)
+        return BestTokens(values.float(), tokens)
 
     def weight_bytes(self) -> int:
         """Bytes of distinct weights; a tied head counts once."""

@@ -32,7 +32,7 @@ from specd.kv import PagedKV
 from specd.models.base import ModelShape
 from specd.models.config import LlamaConfig, RopeConfig
 from specd.models.layers import inverse_frequencies, rope_angles
-from specd.tensors import BatchInfo
+from specd.tensors import BatchInfo, BestTokens
 
 Activations = Literal["fast", "exact"]
 _HEAD_STEP = 16  # the kernels' vectors along a head
@@ -257,8 +257,8 @@ class NativeLlama:
         self.library.check(status)
         return logits
 
-    def argmax(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """hidden [R, H] -> the largest logit f32[R] and its token i64[R] (the lowest on ties), without the logits."""
+    def best(self, hidden: torch.Tensor) -> BestTokens:
+        """hidden [R, H] -> the largest logits; no row of logits is ever written."""
         hidden = hidden.contiguous()
         values, places = torch.empty(len(hidden)), torch.empty(len(hidden), dtype=torch.int64)
         with compute_lock:
@@ -273,7 +273,7 @@ class NativeLlama:
                 torch.get_num_threads(),
             )
         self.library.check(status)
-        return values, places
+        return BestTokens(values, places)
 
     def weight_bytes(self) -> int:
         """Bytes of distinct weights as they are kept; a tied head counts once."""

@@ -11,7 +11,6 @@ import torch
 
 from specd.device import Device, Handle
 from specd.pipeline.verify import VerifyBatch
-from specd.sampling.batch import sampling_batch
 from specd.sampling.chain import AcceptanceSettings, accept
 from specd.step import F32, I32, AcceptanceReport, StepPlan
 from specd.tensors import Acceptance, DraftTokens, LogitMasks, TargetOutput
@@ -26,8 +25,7 @@ def accept_rows(
     output: TargetOutput,
     masks: LogitMasks | None,
 ) -> Acceptance:
-    sampling = sampling_batch(plan, output.logits.shape[-1], output.logits.device)
-    return accept(output, drafts, plan, batch.info, sampling, rule=rule, settings=settings, masks=masks)
+    return accept(output, drafts, plan, batch.info, batch.sampling, rule=rule, settings=settings, masks=masks)
 
 
 def to_host(accepted: Acceptance, drafts: DraftTokens) -> AcceptanceReport:

@@ -18,6 +18,7 @@ from specd.device import Device, Handle
 from specd.frames import Upload
 from specd.kv import PagedFeatures, PagedKV
 from specd.models.base import Model
+from specd.sampling.batch import SamplingBatch, sampling_batch
 from specd.step import StepPlan, indptr
 from specd.tensors import BatchInfo, DraftTokens, TargetOutput, batch_info
 
@@ -31,10 +32,11 @@ class VerifyBatch:
     draft_positions: torch.Tensor  # i64[D] packed position of each draft ...
     draft_index: torch.Tensor  # i64[D] ... and its place in DraftTokens.tokens, flattened
     logit_rows: torch.Tensor  # i64[R]
+    sampling: SamplingBatch
 
 
-def upload(plan: StepPlan, put: Upload) -> VerifyBatch:
-    """What the target's forward needs of a plan, where `put` puts it."""
+def upload(plan: StepPlan, put: Upload, vocab_size: int) -> VerifyBatch:
+    """What the target's forward and acceptance need of a plan, where `put` puts it."""
     offsets = indptr(plan.query_lens)
     info = batch_info(
         query_lens=plan.query_lens,
@@ -63,6 +65,7 @@ def upload(plan: StepPlan, put: Upload) -> VerifyBatch:
         draft_positions=put("draft_positions", draft_positions),
         draft_index=put("draft_index", draft_index.astype(np.int64)),
         logit_rows=put("logit_rows", logit_rows),
+        sampling=sampling_batch(plan, vocab_size, info.positions.device),
     )
 
 
@@ -81,12 +84,15 @@ def forward(
     hidden, read = model.forward(tokens, batch.info, kv, features=wanted)
     if features is not None and read is not None:
         features.write(batch.info, read)
-    return TargetOutput(logits=model.logits(hidden[batch.logit_rows]), features=read)
+    emitting = hidden[batch.logit_rows]
+    if batch.sampling.needs_logits:
+        return TargetOutput(logits=model.logits(emitting), features=read)
+    return TargetOutput(logits=None, features=read, best=model.best(emitting))
 
 
 def prepare(model: Model, plan: StepPlan, put: Upload) -> VerifyBatch:
     """`upload`, with the model's attention planned."""
-    batch = upload(plan, put)
+    batch = upload(plan, put, model.shape.vocab_size)
     return dataclasses.replace(batch, info=model.prepare(batch.info))
 
 

@@ -122,6 +122,11 @@ class SamplingBatch:
         return any(step is not None for step in steps)
 
     @property
+    def needs_logits(self) -> bool:
+        """False for a batch of plain greedy rows: the largest logit of each row says everything."""
+        return not self.all_greedy or self.processes or self.logprobs is not None
+
+    @property
     def emit_position(self) -> torch.Tensor:
         """i64[R] absolute position of the token that each logits row emits."""
         return self.position + self.depth

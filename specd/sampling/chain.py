@@ -31,7 +31,7 @@ from specd.sampling.logprobs import emitted_logprobs
 from specd.sampling.noise import Purpose, position_keys, uniform
 from specd.sampling.process import Distribution, distribution, process, race
 from specd.step import StepPlan
-from specd.tensors import Acceptance, BatchInfo, DraftTokens, LogitMasks, TargetOutput
+from specd.tensors import Acceptance, BatchInfo, BestTokens, DraftTokens, LogitMasks, TargetOutput
 
 _CONFIGURED = SpeculationConfig()  # its defaults are the only ones
 
@@ -72,7 +72,10 @@ def accept(
     assert drafts.tokens.shape == (plan.num_rows, plan.max_drafts), (drafts.tokens.shape, plan.max_drafts)
     if sampling.num_rows == 0:
         return nothing_emitted(plan, info, sampling)
-    processed = processed_logits(output.logits, drafts.tokens, sampling, masks)
+    if output.best is not None and masks is None and not sampling.needs_logits:
+        return keep_best(output.best, drafts, info, sampling)
+    logits = output.all_logits()
+    processed = processed_logits(logits, drafts.tokens, sampling, masks)
     if sampling.all_greedy:
         # p is one-hot in every row: all rules coincide, and one pass gives both the argmax and what is finite.
         peaks, drawn = processed.max(-1)
@@ -82,8 +85,15 @@ def accept(
         target = distribution(processed, sampling)
         tokens, num_accepted = ACCEPTANCE_RULES[rule](target, drafts, sampling, settings)
         finite = target.finite()
-    finite = usable_rows(finite, processed, output.logits)
-    return finish(output.logits, finite, info, sampling, tokens, num_accepted, sampling.row_index, num_accepted)
+    finite = usable_rows(finite, processed, logits)
+    return finish(logits, finite, info, sampling, tokens, num_accepted, sampling.row_index, num_accepted)
+
+
+def keep_best(best: BestTokens, drafts: DraftTokens, info: BatchInfo, sampling: SamplingBatch) -> Acceptance:
+    """`accept` of plain greedy rows. p is one-hot in every row, so all rules coincide."""
+    tokens, num_accepted = keep_matching(best.tokens, drafts.tokens, sampling)
+    finite = torch.isfinite(best.values)  # a maximum is NaN, +inf or -inf exactly when its row must not be used
+    return finish(None, finite, info, sampling, tokens, num_accepted, sampling.row_index, num_accepted)
 
 
 def processed_logits(
@@ -113,7 +123,7 @@ def nothing_emitted(plan: StepPlan, info: BatchInfo, sampling: SamplingBatch) ->
 
 
 def finish(
-    logits: torch.Tensor,
+    logits: torch.Tensor | None,
     finite: torch.Tensor,
     info: BatchInfo,
     sampling: SamplingBatch,
@@ -132,9 +142,10 @@ def finish(
     silent = failed | ~sampling.emits
     tokens = tokens.masked_fill(silent[:, None], -1)
     num_accepted = num_accepted.masked_fill(silent, 0)
-    logprobs, top_ids, top_logprobs = (
-        emitted_logprobs(logits, rows, tokens, sampling.logprobs) if sampling.logprobs is not None else (None,) * 3
-    )
+    logprobs = top_ids = top_logprobs = None
+    if sampling.logprobs is not None:
+        assert logits is not None
+        logprobs, top_ids, top_logprobs = emitted_logprobs(logits, rows, tokens, sampling.logprobs)
     return Acceptance(
         tokens=tokens,
         num_accepted=num_accepted,

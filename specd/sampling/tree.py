@@ -59,7 +59,8 @@ def accept_tree(
 
     Every row emits, and has N logits rows in node order. Failed rows as in `chain.accept`.
     """
-    processed = process(output.logits, tree.tokens[:, 1:], sampling, masks)
+    logits = output.all_logits()
+    processed = process(logits, tree.tokens[:, 1:], sampling, masks)
     target = distribution(processed, sampling)
     path, newest = TREE_RULES[rule](target, tree, sampling, max_depth)
     num_accepted = (path >= 0).sum(-1) - 1
@@ -68,9 +69,9 @@ def accept_tree(
     tokens = torch.cat([kept[:, 1:], torch.full_like(kept[:, :1], -1)], dim=1)
     tokens = tokens.scatter_(1, num_accepted[:, None], newest[:, None])
     last_node = nodes.gather(1, num_accepted[:, None])[:, 0]
-    finite = usable_rows(target.finite(), processed, output.logits)
+    finite = usable_rows(target.finite(), processed, logits)
     rows = sampling.row_index.gather(1, nodes)
-    acceptance = finish(output.logits, finite, info, sampling, tokens, num_accepted, rows, last_node)
+    acceptance = finish(logits, finite, info, sampling, tokens, num_accepted, rows, last_node)
     beyond = torch.arange(path.shape[1], device=path.device) > acceptance.num_accepted[:, None]
     return TreeAcceptance(acceptance=acceptance, path=path.masked_fill(beyond, -1))
 
