@@ -38,6 +38,7 @@ from specd.text import Tokenizer
 from specd.timeline import Timeline
 
 _RAM_SHARE = 0.25  # of the machine's memory, at most, for a pool whose size nobody gave
+_KV_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclasses.dataclass(slots=True)
@@ -95,7 +96,7 @@ def build(
     max_len = _max_len(config, target)
     max_draft = _max_draft(config, choice)
     pool = _pool(config, target, drafter, max_len)
-    kv = _target_kv(target, pool)
+    kv = _target_kv(config, target, pool)
     features = None
     if drafter is not None:
         if drafter.traits.topology is not Topology.CHAIN:
@@ -197,10 +198,15 @@ def _length(config: Config) -> DraftLength:
     return AdaptiveLength() if isinstance(length, str) else FixedLength(length)
 
 
-def page_bytes(target: Model, drafter: Drafter | None, page_size: int) -> int:
-    """Memory of one page: the target's KV, and the drafter's KV and the features it reads."""
+def kv_dtype(config: Config, target: Model) -> torch.dtype:
+    """What `kv.dtype` says."""
+    return target.dtype if config.kv.dtype == "auto" else _KV_DTYPES[config.kv.dtype]
+
+
+def page_bytes(target: Model, drafter: Drafter | None, page_size: int, dtype: torch.dtype) -> int:
+    """Memory of one page: the target's KV, which is of `dtype`, and the drafter's KV and the features it reads."""
     shape = target.shape
-    slot = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * target.dtype.itemsize
+    slot = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * dtype.itemsize
     if drafter is None:
         return slot * page_size
     features = _feature_width(target, drafter) * target.dtype.itemsize
@@ -227,7 +233,7 @@ def _pool(config: Config, target: LoadedModel, drafter: Drafter | None, max_len:
     size = config.kv.page_size
     extra = 0 if drafter is None else drafter.traits.extra_slots
     each = -(-(max_len + extra) // size)
-    cost = page_bytes(target.model, drafter, size)
+    cost = page_bytes(target.model, drafter, size, kv_dtype(config, target.model))
     ram = _ram_bytes()
     memory = memory_bytes(config.kv.memory, ram_bytes=ram)
     if memory is None:
@@ -241,7 +247,7 @@ def _pool(config: Config, target: LoadedModel, drafter: Drafter | None, max_len:
     return PagePool(num_pages=num_pages, page_size=size, prefix_cache=config.kv.prefix_cache)
 
 
-def _target_kv(target: LoadedModel, pool: PagePool) -> PagedKV:
+def _target_kv(config: Config, target: LoadedModel, pool: PagePool) -> PagedKV:
     shape = target.model.shape
     return PagedKV(
         num_layers=shape.num_layers,
@@ -249,7 +255,7 @@ def _target_kv(target: LoadedModel, pool: PagePool) -> PagedKV:
         page_size=pool.page_size,
         num_kv_heads=shape.num_kv_heads,
         head_dim=shape.head_dim,
-        dtype=target.model.dtype,
+        dtype=kv_dtype(config, target.model),
         device=target.model.device,
     )
 
@@ -284,9 +290,19 @@ def _info(
     max_draft: int,
 ) -> EngineInfo:
     dtype = str(target.model.dtype).removeprefix("torch.")
+    cached = kv_dtype(config, target.model)
     version = importlib.metadata.version("specd")
     identity = "|".join(
-        (target.name, str(target.weight_bytes), dtype, target.kernels, choice.name, config.model.revision, version)
+        (
+            target.name,
+            str(target.weight_bytes),
+            dtype,
+            str(cached),
+            target.kernels,
+            choice.name,
+            config.model.revision,
+            version,
+        )
     )
     return EngineInfo(
         model=config.model.path,
@@ -306,5 +322,5 @@ def _info(
         generation_defaults=target.generation_defaults,
         created=int(time.time()),
         kernels=target.kernels,
-        kv_bytes=pool.num_pages * page_bytes(target.model, drafter, pool.page_size),
+        kv_bytes=pool.num_pages * page_bytes(target.model, drafter, pool.page_size, cached),
     )

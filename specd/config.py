@@ -246,6 +246,9 @@ class KVConfig:
         check=_check_memory,
     )
     page_size: int = option(16, "Tokens in a page.", unit="tokens", low=1, high=256)
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
+        "auto", "Precision of the target's cached keys and values; auto: that of the forwards.", flag="--kv-dtype"
+    )
     prefix_cache: bool = option(True, "Keep finished prefixes for requests that begin alike.")
 
 

@@ -21,6 +21,7 @@ from tokenizers import decoders, models
 from tokenizers.pre_tokenizers import ByteLevel
 
 from specd.assembly import Parts, build, page_bytes
+from specd.assembly import kv_dtype as cache_dtype
 from specd.config import Config, KVConfig, ModelConfig, SchedulerConfig, SpeculationConfig
 from specd.device import Device, chaos_device, cpu_device, inline_device
 from specd.drafters.base import Drafter
@@ -29,6 +30,7 @@ from specd.drafters.registry import DraftChoice, parse_draft
 from specd.engine import Engine
 from specd.models.base import Model
 from specd.models.llama import Llama
+from specd.models.native import Activations, NativeLlama, TensorSource
 from specd.models.registry import LoadedModel
 from specd.request import FinishReason, Request, SamplingParams, SequenceDelta, SpeculationParams, TokenLogprob
 from specd.text import Tokenizer
@@ -64,9 +66,28 @@ def target_model(seed: int = 0) -> Llama:
 @functools.cache
 def noisy_model(scale: float = 0.01) -> Llama:
     """The target with seeded noise on every weight: a draft that is often right and often wrong."""
+    return tiny_llama(config=CONFIG, weights=with_noise(tiny_weights(CONFIG), scale))
+
+
+# What specd's own kernels can compute too: whole groups of 32 columns, whole vectors a head.
+NATIVE_CONFIG = tiny_config(vocab_size=VOCAB, rope=LLAMA3_ROPE, num_layers=2)
+
+
+@functools.cache
+def native_model(activations: Activations) -> NativeLlama:
+    source = TensorSource(tiny_weights(NATIVE_CONFIG))
+    return NativeLlama(NATIVE_CONFIG, source, activations=activations, quantize="q8_0")
+
+
+@functools.cache
+def native_noisy(activations: Activations) -> NativeLlama:
+    source = TensorSource(with_noise(tiny_weights(NATIVE_CONFIG), 0.01))
+    return NativeLlama(NATIVE_CONFIG, source, activations=activations, quantize="q8_0")
+
+
+def with_noise(weights: dict[str, torch.Tensor], scale: float) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(5)
-    weights = {k: v + scale * torch.randn(v.shape, generator=generator) for k, v in tiny_weights(CONFIG).items()}
-    return tiny_llama(config=CONFIG, weights=weights)
+    return {k: v + scale * torch.randn(v.shape, generator=generator) for k, v in weights.items()}
 
 
 def lm(model: Model, *, vocab_size: int = VOCAB, max_context: int | None = None) -> LMDrafter:
@@ -76,9 +97,11 @@ def lm(model: Model, *, vocab_size: int = VOCAB, max_context: int | None = None)
 def drafter_of(draft: str, target: Model) -> Drafter | None:
     """`draft`: "none", "ngram", "layers" (one layer of the target), "lm" (a noisy copy), "lm-self" (the target)."""
     if draft == "layers":
-        assert isinstance(target, Llama)
+        assert isinstance(target, (Llama, NativeLlama))
         return lm(target.truncated(1))
-    return {"none": None, "ngram": None, "lm": lm(noisy_model()), "lm-self": lm(target)}[draft]
+    if draft == "lm":
+        return lm(native_noisy(target.activations) if isinstance(target, NativeLlama) else noisy_model())
+    return {"none": None, "ngram": None, "lm-self": lm(target)}[draft]
 
 
 def devices(kind: str, *, seed: int = 0) -> Device:
@@ -104,6 +127,7 @@ def make_parts(
     max_tokens: int = 512,
     eos: tuple[int, ...] = (EOS,),
     mixed: str = "speculate",
+    kv_dtype: str = "auto",
     **speculation: Any,
 ) -> Parts:
     """num_slots: KV slots of the pool. `drafter` wins over `draft`, which is a name of `drafter_of`."""
@@ -113,8 +137,10 @@ def make_parts(
         model=ModelConfig(path="tiny", max_len=max_len),
         speculation=SpeculationConfig(draft=draft, draft_len=draft_len, self_check=False, **speculation),
         scheduler=SchedulerConfig(max_running=max_running, max_tokens=max_tokens, mixed=mixed),  # type: ignore[arg-type]
-        kv=KVConfig(memory=num_slots // page_size * page_bytes(model, own, page_size), page_size=page_size),
+        kv=KVConfig(memory=1, page_size=page_size, dtype=kv_dtype),  # type: ignore[arg-type]
     )
+    memory = num_slots // page_size * page_bytes(model, own, page_size, cache_dtype(config, model))
+    config = dataclasses.replace(config, kv=dataclasses.replace(config.kv, memory=memory))
     loaded = LoadedModel(
         model=model,  # type: ignore[arg-type]
         config=CONFIG,

@@ -14,7 +14,7 @@ from specd.sampling.batch import SamplingBatch, draft_batch, sampling_batch
 from specd.sampling.filters import mass_threshold
 from specd.sampling.logprobs import emitted_logprobs
 from specd.sampling.noise import Purpose
-from specd.sampling.process import distribution, process
+from specd.sampling.process import Distribution, process
 from specd.step import RowSampling
 from specd.tensors import LogitMasks
 from tests.sampling_plans import CPU, advance, params, plan_of, row
@@ -53,11 +53,11 @@ def random_logits(rows: int, *, seed: int = 0, vocab_size: int = V) -> torch.Ten
 
 
 def draw(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
-    return distribution(logits, batch).draw(purpose=Purpose.TARGET)
+    return Distribution(logits, batch).draw(purpose=Purpose.TARGET)
 
 
 def probabilities(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
-    return distribution(logits, batch).probabilities()
+    return Distribution(logits, batch).probabilities()
 
 
 def tokens(*rows: Sequence[int]) -> torch.Tensor:

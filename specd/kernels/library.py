@@ -17,7 +17,7 @@ import torch  # noqa: F401 - first: its libgomp must be the one that the library
 
 from specd.errors import ConfigError, ModelError
 
-_ABI = 1
+_ABI = 2
 _MODULE = "specd.kernels._native"  # not a Python module: a plain library that is found like one
 MAX_PARTS = 3
 MAX_AUX = 8
@@ -100,6 +100,23 @@ class CBatch(ctypes.Structure):
     ]
 
 
+class CDraws(ctypes.Structure):
+    _fields_ = [
+        ("logits", _POINTER),
+        ("rows", _POINTER),
+        ("temperature", _POINTER),
+        ("top_k", _POINTER),
+        ("top_p", _POINTER),
+        ("min_p", _POINTER),
+        ("keys", _POINTER),
+        ("tokens", _POINTER),
+        ("usable", _POINTER),
+        ("num_rows", _I64),
+        ("vocabulary", _I64),
+        ("stride", _I64),
+    ]
+
+
 _SIGNATURES: Mapping[str, tuple[object, list[object]]] = {
     "specd_abi": (_I32, []),
     "specd_levels": (ctypes.c_char_p, []),
@@ -113,6 +130,7 @@ _SIGNATURES: Mapping[str, tuple[object, list[object]]] = {
     "specd_forward": (_I32, [_POINTER, ctypes.POINTER(CModel), ctypes.POINTER(CBatch), _POINTER, _I32]),
     "specd_logits": (_I32, [_POINTER, ctypes.POINTER(CModel), _POINTER, _I64, _POINTER, _POINTER, _I32]),
     "specd_argmax": (_I32, [_POINTER, ctypes.POINTER(CModel), _POINTER, _I64, _POINTER, _POINTER, _POINTER, _I32]),
+    "specd_draw": (_I32, [_POINTER, ctypes.POINTER(CDraws), _POINTER, _I32]),
     "specd_linear_rows": (
         _I32,
         [_POINTER, ctypes.POINTER(CLinear), _I32, _POINTER, _I64, _POINTER, _POINTER, _I32],

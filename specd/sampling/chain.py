@@ -29,7 +29,7 @@ from specd.config import SpeculationConfig
 from specd.sampling.batch import SamplingBatch
 from specd.sampling.logprobs import emitted_logprobs
 from specd.sampling.noise import Purpose, position_keys, uniform
-from specd.sampling.process import Distribution, distribution, process, race
+from specd.sampling.process import Distribution, process, race
 from specd.step import StepPlan
 from specd.tensors import Acceptance, BatchInfo, BestTokens, DraftTokens, LogitMasks, TargetOutput
 
@@ -82,7 +82,7 @@ def accept(
         tokens, num_accepted = keep_matching(drawn, drafts.tokens, sampling)
         finite = torch.isfinite(peaks)  # a maximum is NaN, +inf or -inf exactly when its row must not be used
     else:
-        target = distribution(processed, sampling)
+        target = Distribution(processed, sampling)
         tokens, num_accepted = ACCEPTANCE_RULES[rule](target, drafts, sampling, settings)
         finite = target.finite()
     finite = usable_rows(finite, processed, logits)
@@ -234,12 +234,12 @@ def draw_draft(
     makes it likely to equal the target's draw.
     """
     if rule == "literal":
-        return logits.argmax(-1), distribution(logits.float(), batch).probabilities()
+        return logits.argmax(-1), Distribution(logits.float(), batch).probabilities()
     if batch.all_greedy or not sampled:
         return logits.argmax(-1), None
     if rule != "ratio":
-        return distribution(logits.float(), batch).draw(purpose=Purpose.TARGET, offset=offset), None
-    probs = distribution(logits.float(), batch).probabilities()
+        return Distribution(logits.float(), batch).draw(purpose=Purpose.TARGET, offset=offset), None
+    probs = Distribution(logits.float(), batch).probabilities()
     keys = position_keys(batch.keys, batch.emit_position + offset, Purpose.DRAFT)
     return race(probs, keys), probs
 

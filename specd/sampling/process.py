@@ -8,12 +8,21 @@ Legend: B rows of the plan, R logits rows, K drafts, V vocabulary, H history, E 
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 
 import torch
 import torch.nn.functional as F
 
-from specd.sampling.batch import WILDCARD, AllowedTokens, BannedSequences, MinTokens, Penalties, SamplingBatch
+from specd.kernels import draw as kernel
+from specd.sampling.batch import (
+    WILDCARD,
+    AllowedTokens,
+    BannedSequences,
+    MinTokens,
+    Penalties,
+    SampledRows,
+    SamplingBatch,
+)
 from specd.sampling.filters import filtered_probabilities
 from specd.sampling.noise import Purpose, exponential, position_keys
 from specd.tensors import LogitMasks
@@ -48,31 +57,48 @@ def process(
     return out
 
 
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Distribution:
-    """What the token of each logits row is drawn from: filtered once, whoever asks."""
+    """What the token of each logits row is drawn from: filtered once, whoever asks.
 
-    processed: torch.Tensor  # f32[R, V] of `process`
-    batch: SamplingBatch
-    drawn: torch.Tensor | None  # f32[Rs, V] what temperature, top-k, top-p and min-p leave of the sampled rows
+    Rows are drawn by the CPU kernels where they can (`specd.kernels.draw.takes`), all of them by the same arithmetic: a
+    row's token must not depend on who shares its batch. Only rules that read probabilities have them computed.
+    """
+
+    def __init__(self, processed: torch.Tensor, batch: SamplingBatch) -> None:
+        """processed f32[R, V] of `process`, not modified."""
+        self.processed = processed
+        self.batch = batch
+        self._usable: torch.Tensor | None = None  # bool[Rs] sampled rows that the kernels could draw from
+
+    @functools.cached_property
+    def filtered(self) -> torch.Tensor | None:
+        """f32[Rs, V]: what temperature, top-k, top-p and min-p leave of the sampled rows; None when all are greedy."""
+        sampled = self.batch.sampled
+        if sampled is None:
+            return None
+        rows = self.processed if sampled.rows is None else self.processed.index_select(0, sampled.rows)
+        return filtered_probabilities(rows, sampled.filters)
 
     def finite(self) -> torch.Tensor:
         """bool[R]: there is something to draw, both in the logits and in what the filters left of them."""
         finite = torch.isfinite(self.processed.amax(-1))
-        if self.drawn is None or self.batch.sampled is None:
+        if self.batch.sampled is None:
             return finite
-        peaks = self.drawn.amax(-1)  # NaN where a row holds any
-        left = (peaks > 0) & torch.isfinite(peaks)
+        left = self._usable
+        if left is None:
+            assert self.filtered is not None
+            peaks = self.filtered.amax(-1)  # NaN where a row holds any
+            left = (peaks > 0) & torch.isfinite(peaks)
         rows = self.batch.sampled.rows
         return finite & left if rows is None else finite.index_copy(0, rows, finite.index_select(0, rows) & left)
 
     def probabilities(self) -> torch.Tensor:
         """f32[R, V]; greedy rows are one-hot."""
         rows = None if self.batch.sampled is None else self.batch.sampled.rows
-        if self.drawn is not None and rows is None:
-            return self.drawn
+        if self.filtered is not None and rows is None:
+            return self.filtered
         out = torch.zeros_like(self.processed).scatter_(1, self.processed.argmax(-1, keepdim=True), 1.0)
-        return out if self.drawn is None or rows is None else out.index_copy_(0, rows, self.drawn)
+        return out if self.filtered is None or rows is None else out.index_copy_(0, rows, self.filtered)
 
     def draw(self, *, purpose: Purpose, offset: int = 0) -> torch.Tensor:
         """One token per logits row, with the noise of (seed, choice, position + offset, token): i64[R].
@@ -80,27 +106,37 @@ class Distribution:
         Greedy rows take the largest logit, the lowest id among equals. A row that is not finite gives some valid id.
         """
         batch = self.batch
-        if self.drawn is None or batch.sampled is None:
+        if batch.sampled is None:
             return self.processed.argmax(-1)
         keys = position_keys(batch.keys, batch.emit_position + offset, purpose)
         rows = batch.sampled.rows
-        if rows is None:
-            return race(self.drawn, keys)
-        drawn = race(self.drawn, keys.index_select(0, rows))
-        return self.processed.argmax(-1).index_copy_(0, rows, drawn)
+        drawn = self._draw(batch.sampled, keys if rows is None else keys.index_select(0, rows))
+        return drawn if rows is None else self.processed.argmax(-1).index_copy_(0, rows, drawn)
 
-
-def distribution(processed: torch.Tensor, batch: SamplingBatch) -> Distribution:
-    """processed f32[R, V] of `process`, not modified."""
-    sampled = batch.sampled
-    if sampled is None:
-        return Distribution(processed, batch, None)
-    rows = processed if sampled.rows is None else processed.index_select(0, sampled.rows)
-    return Distribution(processed, batch, filtered_probabilities(rows, sampled.filters))
+    def _draw(self, sampled: SampledRows, keys: torch.Tensor) -> torch.Tensor:
+        """i64[Rs] of the sampled rows."""
+        if not kernel.takes(self.processed):
+            assert self.filtered is not None
+            return race(self.filtered, keys)
+        filters = sampled.filters
+        tokens, self._usable = kernel.draw(
+            self.processed,
+            sampled.rows,
+            keys,
+            temperature=filters.temperature,
+            top_k=filters.top_k,
+            top_p=filters.top_p,
+            min_p=filters.min_p,
+        )
+        return tokens
 
 
 def race(weights: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     """A draw per row in proportion to weights f32[R, V] >= 0 (any scale), keys i64[R] -> i64[R]."""
+    return kernel.race(weights, keys) if kernel.takes(weights) else torch_race(weights, keys)
+
+
+def torch_race(weights: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     noise = exponential(keys, weights.shape[1])
     return torch.div(weights, noise, out=noise).argmax(-1)
 

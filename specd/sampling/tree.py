@@ -20,7 +20,7 @@ from specd.attention.tree import ancestor_mask
 from specd.sampling.batch import SamplingBatch
 from specd.sampling.chain import finish, usable_rows
 from specd.sampling.noise import Purpose, position_keys, uniform
-from specd.sampling.process import Distribution, distribution, process, race
+from specd.sampling.process import Distribution, process, race
 from specd.tensors import Acceptance, BatchInfo, LogitMasks, TargetOutput, TokenTree
 
 # (the target's [R, V], tree, batch, depth) -> (path i64[B, D + 1] padded -1, newest token i64[B])
@@ -61,7 +61,7 @@ def accept_tree(
     """
     logits = output.all_logits()
     processed = process(logits, tree.tokens[:, 1:], sampling, masks)
-    target = distribution(processed, sampling)
+    target = Distribution(processed, sampling)
     path, newest = TREE_RULES[rule](target, tree, sampling, max_depth)
     num_accepted = (path >= 0).sum(-1) - 1
     nodes = path.clamp(min=0)

@@ -221,6 +221,48 @@ static void check_forward(int32_t activations, int32_t kv_kind, int tree) {
     free_model(&model);
 }
 
+/* Rows of an odd vocabulary, one that cannot be used among them, and a race of the same numbers as weights. */
+static void check_draw(int64_t vocabulary) {
+    enum { DRAWS = 7 };
+    float *logits = floats(DRAWS * vocabulary, 4.0f), temperature[DRAWS], top_p[DRAWS], min_p[DRAWS];
+    int64_t rows[DRAWS], top_k[DRAWS], keys[DRAWS], tokens[DRAWS], first[DRAWS] = {0};
+    uint8_t usable[DRAWS];
+    for (int64_t i = 0; i < DRAWS * vocabulary; i += 5) logits[i] = 1.0f; /* ties */
+    logits[3 * vocabulary] = NAN;
+    for (int i = 0; i < DRAWS; i++) {
+        rows[i] = DRAWS - 1 - i;
+        keys[i] = (int64_t)((uint64_t)next_random() << 40 | next_random());
+        temperature[i] = 0.5f + (float)i;
+        top_k[i] = i % 2 && i < vocabulary ? i : vocabulary;
+        top_p[i] = i % 3 ? 0.6f : INFINITY;
+        min_p[i] = i == 4 ? 0.3f : 0.0f;
+    }
+    specd_draws d = {logits, rows, temperature, top_k, top_p, min_p, keys, tokens, usable, DRAWS, vocabulary, vocabulary};
+    for (int weights = 0; weights < 2; weights++) {
+        char levels[64];
+        int begun = 0;
+        strcpy(levels, specd_levels());
+        if (weights) {
+            d.temperature = NULL;
+            for (int64_t i = 0; i < DRAWS * vocabulary; i++) logits[i] = fabsf(logits[i]);
+        }
+        for (char *name = strtok(levels, " "); name != NULL; name = strtok(NULL, " ")) {
+            for (int threads = 1; threads < 4; threads += 2, begun = 1) {
+                specd_workspace *workspace = specd_workspace_new();
+                if (specd_draw(specd_level(name), &d, workspace, threads) != SPECD_OK) fail("draw");
+                for (int i = 0; i < DRAWS; i++) {
+                    if (usable[i] != (i != 3)) fail("usable");
+                    if (tokens[i] < 0 || tokens[i] >= vocabulary) fail("drawn token");
+                }
+                if (begun && memcmp(first, tokens, sizeof first) != 0) fail(name);
+                memcpy(first, tokens, sizeof first);
+                specd_workspace_free(workspace);
+            }
+        }
+    }
+    free(logits);
+}
+
 int main(void) {
     static const int32_t kinds[] = {SPECD_F32, SPECD_F16, SPECD_BF16, SPECD_Q8_0, SPECD_Q4_0,
                                     SPECD_Q4_1, SPECD_Q4_K, SPECD_Q6_K};
@@ -230,6 +272,7 @@ int main(void) {
         check_forward(SPECD_EXACT, SPECD_F16, tree);
         check_forward(SPECD_FAST, SPECD_BF16, tree);
     }
+    for (int64_t vocabulary = 1; vocabulary < 400; vocabulary += 57) check_draw(vocabulary);
     if (specd_strip_bytes(SPECD_Q4_K, 128) != 0 || specd_strip_bytes(99, 256) != 0) fail("strip bytes");
     if (specd_level("none") != NULL) fail("level");
     printf("levels: %s\n", specd_levels());

@@ -75,6 +75,8 @@ typedef struct {
     float *best;         /* [threads, rows] */
     int64_t *best_place; /* [threads, rows] */
     int32_t activations; /* of specd_linear_rows */
+    const specd_draws *draws;
+    float *scratch_floats; /* of drawing, all threads' */
     Team team;
 } Job;
 
@@ -87,6 +89,7 @@ struct specd_kernels {
     Phase logits;
     Phase argmax;
     Phase linear;
+    Phase draw;
     void (*exp)(const float *x, int64_t count, float *exp_out, float *silu_out);
     float (*read)(const float *data, int64_t first, int64_t last); /* whole kilobytes */
 };

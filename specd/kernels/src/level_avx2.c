@@ -15,4 +15,6 @@
 
 #include "forward.h"
 
-const specd_kernels specd_avx2 = {"avx2", run_forward, run_logits, run_argmax, run_rows, run_exp, run_read};
+#include "draw.h"
+
+const specd_kernels specd_avx2 = {"avx2", run_forward, run_logits, run_argmax, run_rows, run_draw, run_exp, run_read};

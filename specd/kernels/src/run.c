@@ -320,6 +320,26 @@ int specd_linear_rows(const specd_kernels *kernels, const specd_linear *linear, 
     return run_rows(kernels->linear, &job, linear->parts[0].cols, workspace, usable_threads(threads));
 }
 
+int specd_draw(const specd_kernels *kernels, const specd_draws *draws, specd_workspace *workspace, int32_t wanted) {
+    Job job = {.draws = draws};
+    int threads = usable_threads(wanted);
+    int64_t blocks = (draws->vocabulary + 63) / 64;
+    if (draws->num_rows < threads) threads = draws->num_rows < 1 ? 1 : (int)draws->num_rows;
+    for (int64_t row = 0; draws->temperature && row < draws->num_rows; row++) {
+        if (!(draws->temperature[row] > 0.0f) || !(draws->top_p[row] > 0.0f) || draws->top_k[row] < 1) {
+            return SPECD_BAD_ARGUMENT;
+        }
+    }
+    if (draws->vocabulary < 1) return SPECD_BAD_ARGUMENT;
+    for (int pass = 0; pass < 2; pass++) {
+        Arena arena = {pass ? workspace->data : NULL, 0};
+        job.scratch_floats = take(&arena, threads * blocks * (3 * 64 + 2), sizeof(float));
+        if (!pass && reserve(workspace, arena.used) != SPECD_OK) return SPECD_NO_MEMORY;
+    }
+    if (draws->num_rows > 0) run_team(&job, kernels->draw, threads);
+    return SPECD_OK;
+}
+
 void specd_exp(const specd_kernels *kernels, const float *x, int64_t count, float *exp_out, float *silu_out) {
     kernels->exp(x, count, exp_out, silu_out);
 }

@@ -14,7 +14,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define SPECD_ABI 1
+#define SPECD_ABI 2
 
 enum { SPECD_STRIP = 16, SPECD_GROUP = 32, SPECD_SEGMENT = 64, SPECD_MAX_AUX = 8 };
 
@@ -101,6 +101,22 @@ typedef struct {
     float *aux;                        /* out [T, num_aux * H] or NULL */
 } specd_batch;
 
+/* Tokens to be drawn, a row each; see draw.h. */
+typedef struct {
+    const float *logits;        /* rows of V, `stride` apart; weights >= 0 where temperature is NULL */
+    const int64_t *rows;        /* [R] which of them, NULL: the first R */
+    const float *temperature;   /* [R] > 0; NULL: a race of the given weights, and the next three are not read */
+    const int64_t *top_k;       /* [R] >= 1; V or more: off */
+    const float *top_p;         /* [R] > 0; infinite: off */
+    const float *min_p;         /* [R] 0: off */
+    const int64_t *keys;        /* [R] of the noise */
+    int64_t *tokens;            /* out [R] 0 where the row cannot be used */
+    uint8_t *usable;            /* out [R] 0: NaN, +inf, or nothing that may be drawn */
+    int64_t num_rows;
+    int64_t vocabulary;
+    int64_t stride;
+} specd_draws;
+
 /* Scratch of one model: grows, is reused by every call, and serves one call at a time. */
 typedef struct specd_workspace specd_workspace;
 
@@ -139,6 +155,7 @@ int specd_logits(const specd_kernels *kernels, const specd_model *model, const f
 /* The largest logit of each row and its place, the lowest on ties. A row with a NaN gives NaN. */
 int specd_argmax(const specd_kernels *kernels, const specd_model *model, const float *hidden, int64_t num_rows,
                  float *values, int64_t *places, specd_workspace *workspace, int32_t threads);
+int specd_draw(const specd_kernels *kernels, const specd_draws *draws, specd_workspace *workspace, int32_t threads);
 /* One projection alone: x [num_rows, cols] -> y [num_rows, sum of rows]. For tests and benchmarks. */
 int specd_linear_rows(const specd_kernels *kernels, const specd_linear *linear, int32_t activations, const float *x,
                       int64_t num_rows, float *y, specd_workspace *workspace, int32_t threads);
