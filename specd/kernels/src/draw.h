@@ -192,7 +192,7 @@ static void draw_row(const specd_draws *d, int64_t row, const DrawScratch *s) {
     const float *logits = d->logits + (d->rows ? d->rows[row] : row) * d->stride;
     int64_t vocabulary = d->vocabulary, k = d->top_k[row];
     float peak = find_tops(logits, vocabulary, -INFINITY, s->tops), least = -INFINITY, floor = d->min_p[row];
-    d->usable[row] = peak > -INFINITY && peak < INFINITY; /* not NaN either */
+    d->usable[row] = fabsf(peak / d->temperature[row]) < INFINITY; /* not NaN either; as the reference divides first */
     d->tokens[row] = 0;
     if (!d->usable[row]) return;
     if (k < vocabulary) least = kth_largest(logits, vocabulary, k, s);
