@@ -167,18 +167,28 @@ def test_an_outlier_does_not_count_like_a_trend() -> None:
 
 def test_a_size_measured_once_and_long_ago_is_tried_again() -> None:
     cost = StepCost()
-    for size, times in ((1, 30), (5, 20), (9, 1)):
+    for size, times in ((1, 30), (9, 1)):
         for _ in range(times):
             cost.observe(size, 0.01 if size == 1 else 0.1)
     for _ in range(50):
         cost.observe(1, 0.01)
-    often, once = cost(5), cost(9)
-    assert often is not None
-    assert once is not None
-    assert once < 0.06 < 0.08 < often
+    assert (cost(9) or 1.0) < 0.06
     for _ in range(400):
         cost.observe(1, 0.01)
     assert (cost(9) or 1.0) < 0.025
+
+
+def test_what_tokens_cost_is_learned_from_all_sizes_together() -> None:
+    """Where every token was seen to cost as much as the first, other sizes are not hoped to be cheap."""
+    cost = StepCost()
+    for size in (8, 12, 16) * 10:
+        cost.observe(size, 0.001 * size)
+    for _ in range(60):
+        cost.observe(8, 0.008)
+    assert (cost(20) or 0.0) > 0.017
+    for _ in range(1500):
+        cost.observe(8, 0.008)
+    assert (cost(20) or 1.0) < 0.013, "long ago: worth another try"
 
 
 # Adaptive

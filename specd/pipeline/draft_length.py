@@ -76,8 +76,9 @@ class StepCost:
     """Seconds of a decode step by the tokens it verifies: fading averages, linear in between.
 
     A size that was measured seldom, or long ago, is believed only in part: the rest is a hopeful guess from the best
-    known size, where more tokens cost hardly more (a slope of `optimism` per token) and fewer cost less in proportion.
-    So a size that once was slow by accident is tried again, and so is plain decoding after a long time of drafts.
+    known size, where fewer tokens cost less in proportion, and each more costs what they were seen to cost at all sizes
+    together (a slope of `optimism` counts as one observation). So a size that once was slow by accident is tried again,
+    and so is plain decoding after a long time of drafts, but not every size anew where all of them are slow.
     """
 
     def __init__(self, *, optimism: float = 0.02, memory: float = 20.0, fading: float = 0.995) -> None:
@@ -86,6 +87,8 @@ class StepCost:
         self._fading = fading
         self._sizes: list[int] = []
         self._measured: dict[int, _Measured] = {}
+        self._best = 0  # the size that is known best
+        self._slope = optimism  # of a token more than that, as a share of its seconds
 
     def observe(self, size: int, seconds: float) -> None:
         for measured in self._measured.values():
@@ -94,35 +97,47 @@ class StepCost:
         if known is None:
             bisect.insort(self._sizes, size)
             self._measured[size] = _Measured(seconds, 1.0)
-            return
-        known.count = min(known.count + 1.0, self._memory)
-        # One slow step (another process, a page fault) must not count like a trend.
-        known.seconds += (min(seconds, 4 * known.seconds) - known.seconds) / max(known.count, 1.0)
+        else:
+            known.count = min(known.count + 1.0, self._memory)
+            # One slow step (another process, a page fault) must not count like a trend.
+            known.seconds += (min(seconds, 4 * known.seconds) - known.seconds) / max(known.count, 1.0)
+        self._best = max(self._sizes, key=lambda known: self._measured[known].count)
+        self._slope = self._slope_above(self._best)
+
+    def _slope_above(self, best: int) -> float:
+        base = self._measured[best].seconds
+        total, weight = self._optimism, 1.0
+        for size in self._sizes[bisect.bisect_right(self._sizes, best) :] if base > 0 else ():
+            measured = self._measured[size]
+            # Once may have been an accident; and tokens do not cost more than in proportion.
+            trust = max(measured.count - 1, 0.0)
+            total += trust * min(max((measured.seconds / base - 1) / (size - best), 0.0), 1 / max(best, 1))
+            weight += trust
+        return total / weight
 
     def __call__(self, size: int) -> float | None:
         """None while nothing has been measured."""
         if not self._sizes:
             return None
-        best = max(self._sizes, key=lambda known: self._measured[known].count)
         at = bisect.bisect_left(self._sizes, size)
         if at < len(self._sizes) and self._sizes[at] == size:
-            return self._believed(size, best)
+            return self._believed(size)
         if at == 0 or at == len(self._sizes):
             nearest = self._sizes[min(at, len(self._sizes) - 1)]
-            return self._believed(nearest, best) * self._scale(size, nearest)
+            return self._believed(nearest) * self._scale(size, nearest)
         low, high = self._sizes[at - 1], self._sizes[at]
         share = (size - low) / (high - low)
-        return self._believed(low, best) * (1 - share) + self._believed(high, best) * share
+        return self._believed(low) * (1 - share) + self._believed(high) * share
 
-    def _believed(self, size: int, best: int) -> float:
-        measured = self._measured[size]
+    def _believed(self, size: int) -> float:
+        measured, best = self._measured[size], self._best
         hoped = min(measured.seconds, self._measured[best].seconds * self._scale(size, best))
         belief = 1.0 if size == best else measured.count / (measured.count + 1.0)
         return belief * measured.seconds + (1 - belief) * hoped
 
     def _scale(self, size: int, known: int) -> float:
         """What `size` costs at best, as a multiple of `known`."""
-        return size / known if size < known else 1 + self._optimism * (size - known)
+        return size / known if size < known else 1 + self._slope * (size - known)
 
 
 @dataclasses.dataclass(slots=True)
