@@ -57,8 +57,10 @@ TARGETS = (
         at_least=2.0,
     ),
     Target("copy-heavy, ngram against own plain, batch 1", "copy", 1, _RATE, _ADAPTIVE, _NONE, at_least=2.5),
+    # Over the whole time: with drafts the first answers of a large batch end while the last prompts are computed, so
+    # that the time in which all decode has other rows in it than without.
     *(
-        Target(f"speculation on against own plain, {kind}, batch {n}", kind, n, _RATE, _ADAPTIVE, _NONE, at_least=0.98)
+        Target(f"speculation on against own plain, {kind}, batch {n}", kind, n, _ALL, _ADAPTIVE, _NONE, at_least=0.98)
         for n in (8, 32)
         for kind in ("chat", "copy")
     ),

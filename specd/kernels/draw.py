@@ -72,6 +72,7 @@ def _call(
     rows = None if rows is None else rows.contiguous()
     count = len(keys)
     assert count == (len(logits) if rows is None else len(rows)), (count, logits.shape)
+    assert rows is None or bool(((rows >= 0) & (rows < len(logits))).all()), "rows that the logits do not have"
     tokens, usable = torch.empty(count, dtype=torch.int64), torch.empty(count, dtype=torch.bool)
     names = ("temperature", "top_k", "top_p", "min_p")
     record = CDraws(
