@@ -15,7 +15,7 @@ from specd.attention.torch_attention import TorchAttention
 from specd.config import Config, memory_bytes
 from specd.device import Device, cpu_device
 from specd.drafters.base import Drafter
-from specd.drafters.registry import DraftChoice, layers_drafter, lm_drafter, parse_draft
+from specd.drafters.registry import DraftChoice, layers_drafter, lm_drafter, mtp_drafter, parse_draft
 from specd.errors import ConfigError, DraftError
 from specd.kv import PagedFeatures, PagedKV
 from specd.models.base import Model
@@ -168,6 +168,8 @@ def _drafter(
 ) -> Drafter | None:
     if choice.kind == "layers":
         return layers_drafter(target, int(choice.argument))
+    if choice.kind == "mtp":
+        return mtp_drafter(target, Path(choice.argument))
     if choice.kind == "lm":
         name, at, revision = choice.argument.rpartition("@")
         if not at or Path(choice.argument).exists():

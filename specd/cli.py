@@ -14,6 +14,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TypeAlias
 
+from specd.commands import train
 from specd.commands.settings import add_settings
 from specd.errors import ConfigError, DraftError, FetchError, ModelError, SpecdError
 
@@ -50,6 +51,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_fetch(commands)
     _add_ctl(commands)
     _add_bench(commands)
+    _add_train(commands)
     return parser
 
 
@@ -167,3 +169,9 @@ def _add_bench(commands: _Commands) -> None:
     )
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds for one request (default 600)")
     parser.set_defaults(module="bench")
+
+
+def _add_train(commands: _Commands) -> None:
+    parser = commands.add_parser("train", help="train a head that drafts for a target")
+    train.add_verbs(parser)
+    parser.set_defaults(module="train")

@@ -185,10 +185,24 @@ def test_what_tokens_cost_is_learned_from_all_sizes_together() -> None:
         cost.observe(size, 0.001 * size)
     for _ in range(60):
         cost.observe(8, 0.008)
-    assert (cost(20) or 0.0) > 0.017
+    assert 0.017 < (cost(20) or 0.0) <= 0.0201
     for _ in range(1500):
         cost.observe(8, 0.008)
     assert (cost(20) or 1.0) < 0.013, "long ago: worth another try"
+
+
+def test_a_size_beyond_all_others_costs_no_more_than_in_proportion() -> None:
+    cost = StepCost()
+    for size, times in ((16, 15), (1, 60)):
+        for _ in range(times):
+            cost.observe(size, 0.001 * size)
+    for size in (17, 20, 24):
+        assert 0.7 * 0.001 * size < (cost(size) or 0.0) <= 0.00101 * size
+    forwards = StepCost(optimism=0.0)
+    for rows, seconds, times in ((8, 0.004, 20), (1, 0.0005, 60)):
+        for _ in range(times):
+            forwards.observe(rows, seconds)
+    assert (forwards(16) or 1.0) <= 0.00801
 
 
 # Adaptive

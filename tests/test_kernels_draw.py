@@ -184,7 +184,9 @@ def test_what_is_taken() -> None:
     assert not kernel.takes(torch.zeros(1, 2, device="meta"))
 
 
-@pytest.mark.parametrize("bad", [{"temperature": 0.0}, {"temperature": float("nan")}, {"top_p": 0.0}, {"top_k": 0}])
+@pytest.mark.parametrize(
+    "bad", [{"temperature": 0.0}, {"temperature": float("nan")}, {"top_p": 0.0}, {"top_k": 0}, {"min_p": 1.5}]
+)
 def test_parameters_that_mean_nothing_are_refused(bad: dict[str, float]) -> None:
     with pytest.raises(ModelError, match="out of its range"):
         kernel.draw(torch.zeros(1, 4), None, keys_of(1), **columns(1, 4, **bad))

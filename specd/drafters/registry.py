@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Literal
 
+from specd.attention.torch_attention import TorchAttention
 from specd.drafters.lm import LMDrafter
+from specd.drafters.mtp import HeadModel, MtpDrafter
 from specd.errors import DraftError
+from specd.models.heads import Head, read_head
+from specd.models.native import NativeLlama
+from specd.models.native_head import NativeHead
 from specd.models.registry import LoadedModel
 from specd.text import Tokenizer
 
@@ -17,7 +23,7 @@ MAX_DEPTH = 64
 class DraftChoice:
     """What `speculation.draft` asks for."""
 
-    kind: Literal["none", "ngram", "layers", "lm"]
+    kind: Literal["none", "ngram", "layers", "lm", "mtp"]
     argument: str = ""
 
     @property
@@ -36,7 +42,11 @@ def parse_draft(text: str) -> DraftChoice:
         return DraftChoice("layers", argument)
     if kind == "lm" and argument:
         return DraftChoice("lm", argument)
-    raise DraftError(f"speculation.draft is {text!r}; give auto, none, ngram, layers:N or lm:MODEL")
+    if kind == "mtp" and argument == "builtin":
+        raise DraftError("speculation.draft is 'mtp:builtin': heads inside a model's checkpoint are not read yet")
+    if kind == "mtp" and argument:
+        return DraftChoice("mtp", argument)
+    raise DraftError(f"speculation.draft is {text!r}; give auto, none, ngram, layers:N, lm:MODEL or mtp:FOLDER")
 
 
 def layers_drafter(target: LoadedModel, num_layers: int) -> LMDrafter:
@@ -51,6 +61,36 @@ def layers_drafter(target: LoadedModel, num_layers: int) -> LMDrafter:
         max_depth=MAX_DEPTH,
         max_context=None,
     )
+
+
+def mtp_drafter(target: LoadedModel, path: Path) -> MtpDrafter:
+    """The head in a folder. Raises ModelError for a bad folder, DraftError for a head of another target."""
+    file = read_head(path)
+    shape, config = target.model.shape, file.config
+    for what, theirs, ours in (
+        ("hidden size", config.hidden_size, shape.hidden_size),
+        ("vocabulary", config.vocab_size, shape.vocab_size),
+        ("number of layers", file.target.get("num_layers", shape.num_layers), shape.num_layers),
+    ):
+        if theirs != ours:
+            raise DraftError(f"head {path} is for a target whose {what} is {theirs}; that of {target.name} is {ours}")
+    if config.features == "pre":
+        raise DraftError(f"head {path} reads hidden states before the final norm; they cannot be had yet")
+    model = target.model
+    head: HeadModel
+    if isinstance(model, NativeLlama):
+        # A draft may be a little wrong: the head's weights take half the memory's time as int8.
+        head = NativeHead(file, target=model, quantize="q8_0" if model.activations == "fast" else "none")
+    else:
+        head = Head(
+            file,
+            embedding=model.embedding,
+            lm_head=model.head,
+            attention=TorchAttention(),
+            dtype=model.dtype,
+            device=model.device,
+        )
+    return MtpDrafter(head, name=f"mtp:{path.name}", max_depth=MAX_DEPTH, max_context=config.max_position)
 
 
 def lm_drafter(

@@ -56,7 +56,10 @@ def draw(
 
 
 def race(weights: torch.Tensor, keys: torch.Tensor, *, library: Library | None = None) -> torch.Tensor:
-    """A draw per row in proportion to weights f32[R, V] >= 0 (any scale), keys i64[R] -> i64[R]. Raises ModelError."""
+    """A draw per row in proportion to weights f32[R, V] >= 0, keys i64[R] -> i64[R]. Raises ModelError.
+
+    Any scale, as long as a row's largest weight is no denormal.
+    """
     return _call(weights, None, keys, [], library)[0]
 
 

@@ -17,7 +17,7 @@ import torch  # noqa: F401 - first: its libgomp must be the one that the library
 
 from specd.errors import ConfigError, ModelError
 
-_ABI = 2
+_ABI = 3
 _MODULE = "specd.kernels._native"  # not a Python module: a plain library that is found like one
 MAX_PARTS = 3
 MAX_AUX = 8
@@ -56,6 +56,16 @@ class CLayer(ctypes.Structure):
     ]
 
 
+class CFusion(ctypes.Structure):
+    _fields_ = [
+        ("embedding_norm", _POINTER),
+        ("state_norm", _POINTER),
+        ("proj", CLinear),
+        ("features", CLinear),
+        ("hidden_first", _I64),
+    ]
+
+
 class CModel(ctypes.Structure):
     _fields_ = [
         ("layers", ctypes.POINTER(CLayer)),
@@ -70,6 +80,7 @@ class CModel(ctypes.Structure):
         ("head_dim", _I64),
         ("eps", _F32),
         ("activations", _I32),
+        ("fusion", ctypes.POINTER(CFusion)),
     ]
 
 
@@ -97,6 +108,8 @@ class CBatch(ctypes.Structure):
         ("aux_layers", _I64 * MAX_AUX),
         ("hidden", _POINTER),
         ("aux", _POINTER),
+        ("states", _POINTER),
+        ("state_width", _I64),
     ]
 
 
@@ -124,6 +137,7 @@ _SIGNATURES: Mapping[str, tuple[object, list[object]]] = {
     "specd_threaded": (_I32, []),
     "specd_strip_bytes": (_I64, [_I32, _I64]),
     "specd_pack": (_I32, [_I32, _POINTER, _I64, _I64, _POINTER]),
+    "specd_pick": (_I32, [ctypes.POINTER(CMatrix), _POINTER, _I64, _POINTER]),
     "specd_unpack_row": (None, [ctypes.POINTER(CMatrix), _I64, _POINTER]),
     "specd_workspace_new": (_POINTER, []),
     "specd_workspace_free": (None, [_POINTER]),

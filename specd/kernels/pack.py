@@ -5,6 +5,7 @@ Nothing is requantised: a packed matrix holds the numbers of the file. Only `qua
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import dataclasses
 import mmap
@@ -102,6 +103,19 @@ class PackedMatrix:
             library.c.specd_pack(rows.kind, source.ctypes.data, rows.num_rows, rows.cols, self.data.ctypes.data)
         )
         self.bias = None if bias is None else bias.detach().float().cpu().contiguous().clone()
+
+    def picked(self, library: Library, memory: WeightMemory, rows: torch.Tensor) -> PackedMatrix:
+        """Some of its rows, i64[count], as a matrix of their own; their numbers stay as they are packed.
+
+        Raises ModelError for a row that it does not have.
+        """
+        other = copy.copy(self)
+        other.num_rows = len(rows)
+        other.data = memory.take(-(-len(rows) // STRIP) * self.strip_bytes)
+        record, rows = self.record(), rows.contiguous()
+        library.check(library.c.specd_pick(ctypes.byref(record), address(rows), len(rows), other.data.ctypes.data))
+        other.bias = None if self.bias is None else self.bias[rows]
+        return other
 
     @property
     def nbytes(self) -> int:

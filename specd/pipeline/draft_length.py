@@ -124,20 +124,23 @@ class StepCost:
             return self._believed(size)
         if at == 0 or at == len(self._sizes):
             nearest = self._sizes[min(at, len(self._sizes) - 1)]
-            return self._believed(nearest) * self._scale(size, nearest)
+            return self._at_best(size, nearest, self._believed(nearest))
         low, high = self._sizes[at - 1], self._sizes[at]
         share = (size - low) / (high - low)
         return self._believed(low) * (1 - share) + self._believed(high) * share
 
     def _believed(self, size: int) -> float:
         measured, best = self._measured[size], self._best
-        hoped = min(measured.seconds, self._measured[best].seconds * self._scale(size, best))
+        hoped = min(measured.seconds, self._at_best(size, best, self._measured[best].seconds))
         belief = 1.0 if size == best else measured.count / (measured.count + 1.0)
         return belief * measured.seconds + (1 - belief) * hoped
 
-    def _scale(self, size: int, known: int) -> float:
-        """What `size` costs at best, as a multiple of `known`."""
-        return size / known if size < known else 1 + self._slope * (size - known)
+    def _at_best(self, size: int, known: int, seconds: float) -> float:
+        """What `size` costs when `known` costs so many: fewer tokens in proportion, more by the slope at most."""
+        if size <= known:
+            return seconds * size / known if known else seconds
+        grown = seconds + self._slope * self._measured[self._best].seconds * (size - known)
+        return min(grown, seconds * size / known) if known else grown
 
 
 @dataclasses.dataclass(slots=True)

@@ -264,7 +264,7 @@ class Pipeline:
             num_refill_rows=0
             if previous is None or previous.refill is None
             else int((previous.plan.refills > 0).sum()),
-            verify_s=launched.output.duration_s + launched.accepted.duration_s,
+            verify_s=launched.batch.duration_s + launched.output.duration_s + launched.accepted.duration_s,
             draft_s=launched.drafts.duration_s,
             refill_s=0.0 if previous is None or previous.refill is None else previous.refill.duration_s,
             duration_s=now - max(self._last_report_s, 0.0),

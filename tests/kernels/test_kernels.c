@@ -10,7 +10,7 @@
 
 #include "specd_kernels.h"
 
-enum { HIDDEN = 256, INNER = 272, HEADS = 4, KV_HEADS = 2, WIDTH = 16, VOCABULARY = 53, LAYERS = 2 };
+enum { HIDDEN = 256, INNER = 272, HEADS = 4, KV_HEADS = 2, WIDTH = 16, VOCABULARY = 53, LAYERS = 2, STATES = 3 * HIDDEN };
 enum { PAGES = 36, PAGE_SIZE = 5, POSITIONS = 256 };
 
 static unsigned seed = 1;
@@ -68,6 +68,27 @@ static void free_matrix(const specd_matrix *m) {
     free((void *)m->bias);
 }
 
+/* Rows taken out of a matrix, one twice, are what they were in it. */
+static void check_pick(const specd_matrix *m) {
+    enum { PICKED = 19 };
+    int64_t rows[PICKED];
+    float *row = malloc((size_t)m->cols * 4), *same = malloc((size_t)m->cols * 4);
+    uint8_t *data = get((size_t)((PICKED + 15) / 16 * m->strip_bytes));
+    for (int64_t i = 0; i < PICKED; i++) rows[i] = i % 2 ? m->rows - 1 - i / 2 : i / 2;
+    if (specd_pick(m, rows, PICKED, data) != SPECD_OK) fail("pick");
+    specd_matrix picked = {data, NULL, PICKED, m->cols, m->strip_bytes, m->kind, 0};
+    for (int i = 0; i < PICKED; i++) {
+        specd_unpack_row(m, rows[i], row);
+        specd_unpack_row(&picked, i, same);
+        if (memcmp(row, same, (size_t)m->cols * 4) != 0) fail("picked row");
+    }
+    rows[7] = m->rows;
+    if (specd_pick(m, rows, PICKED, data) != SPECD_BAD_ARGUMENT) fail("pick beyond the end");
+    free(row);
+    free(same);
+    free(data);
+}
+
 static void check_linear(int32_t kind) {
     specd_linear linear = {{matrix(kind, 37, 256), matrix(SPECD_Q8_0, 16, 256)}, 2};
     linear.parts[0].bias = floats(37, 1.0f);
@@ -84,9 +105,7 @@ static void check_linear(int32_t kind) {
             }
         }
     }
-    float *row = malloc(256 * 4);
-    for (int i = 0; i < 37; i++) specd_unpack_row(&linear.parts[0], i, row);
-    free(row);
+    check_pick(&linear.parts[0]);
     free(x);
     free(first);
     free(other);
@@ -100,7 +119,18 @@ static specd_linear one(specd_matrix m) {
     return linear;
 }
 
-static specd_model make_model(int32_t activations) {
+/* With three layers' states, a bias, and one of the norms missing. */
+static specd_fusion *make_fusion(void) {
+    specd_fusion *f = calloc(1, sizeof *f);
+    f->embedding_norm = floats(HIDDEN, 1.0f);
+    f->proj = one(matrix(SPECD_BF16, HIDDEN, 2 * HIDDEN));
+    f->proj.parts[0].bias = floats(HIDDEN, 0.1f);
+    f->features = one(matrix(SPECD_Q8_0, HIDDEN, STATES));
+    f->hidden_first = 1;
+    return f;
+}
+
+static specd_model make_model(int32_t activations, const specd_fusion *fusion) {
     specd_layer *layers = calloc(LAYERS, sizeof *layers);
     for (int i = 0; i < LAYERS; i++) {
         specd_layer *l = &layers[i];
@@ -118,7 +148,7 @@ static specd_model make_model(int32_t activations) {
     }
     specd_model m = {layers, floats(HIDDEN, 1.0f), matrix(SPECD_F32, VOCABULARY, HIDDEN),
                      matrix(SPECD_Q8_0, VOCABULARY, HIDDEN), LAYERS, HIDDEN, INNER, HEADS, KV_HEADS, WIDTH, 1e-5f,
-                     activations};
+                     activations, fusion};
     return m;
 }
 
@@ -132,6 +162,12 @@ static void free_model(specd_model *m) {
         free_matrix(&l->down.parts[0]);
         free((void *)l->input_norm);
         free((void *)l->mlp_norm);
+    }
+    if (m->fusion) {
+        free_matrix(&m->fusion->proj.parts[0]);
+        free_matrix(&m->fusion->features.parts[0]);
+        free((void *)m->fusion->embedding_norm);
+        free((void *)m->fusion);
     }
     free_matrix(&m->embedding);
     free_matrix(&m->head);
@@ -170,8 +206,9 @@ static int64_t fill_arrays(Arrays *a, int tree) {
     return token;
 }
 
-static void check_forward(int32_t activations, int32_t kv_kind, int tree) {
-    specd_model model = make_model(activations);
+/* state_width: 0, or of the states that a head reads. */
+static void check_forward(int32_t activations, int32_t kv_kind, int tree, int64_t state_width) {
+    specd_model model = make_model(activations, state_width ? make_fusion() : NULL);
     Arrays a;
     int64_t tokens = fill_arrays(&a, tree), bytes = kv_kind == SPECD_F32 ? 4 : 2;
     size_t layer_bytes = (size_t)(PAGES * 2 * PAGE_SIZE * KV_HEADS * WIDTH * bytes);
@@ -179,7 +216,8 @@ static void check_forward(int32_t activations, int32_t kv_kind, int tree) {
     a.cosines = floats(POSITIONS * WIDTH / 2, 1.0f);
     a.sines = floats(POSITIONS * WIDTH / 2, 1.0f);
     size_t size = (size_t)(tokens * HIDDEN) * 4;
-    float *first = malloc(size), *hidden = malloc(size), *aux = malloc(size * 2);
+    float *first = malloc(size), *hidden = malloc(size), *aux = malloc(size * 3);
+    float *states = state_width ? floats(tokens * state_width, 1.0f) : NULL;
     float *logits = malloc(MAX_TOKENS * VOCABULARY * 4);
     float values[MAX_TOKENS];
     int64_t places[MAX_TOKENS];
@@ -189,7 +227,8 @@ static void check_forward(int32_t activations, int32_t kv_kind, int tree) {
                          .parents = tree ? a.parents : NULL, .kv = a.kv, .cosines = a.cosines, .sines = a.sines,
                          .num_tokens = tokens, .num_sequences = ROWS, .tree_nodes = tree ? NODES : 0,
                          .page_size = PAGE_SIZE, .num_pages = PAGES, .num_positions = POSITIONS, .kv_kind = kv_kind,
-                         .num_aux = 2, .aux_layers = {0, 1}, .hidden = first, .aux = aux};
+                         .num_aux = 3, .aux_layers = {0, 1, LAYERS}, .hidden = first, .aux = aux, .states = states,
+                         .state_width = state_width};
     char levels[64];
     strcpy(levels, specd_levels());
     for (char *name = strtok(levels, " "); name != NULL; name = strtok(NULL, " ")) {
@@ -207,8 +246,15 @@ static void check_forward(int32_t activations, int32_t kv_kind, int tree) {
             specd_workspace_free(workspace);
         }
     }
-    a.slots[1] = PAGES * PAGE_SIZE;
     specd_workspace *workspace = specd_workspace_new();
+    batch.state_width++;
+    int status = specd_forward(specd_level("portable"), &model, &batch, workspace, 1);
+    if (state_width && status != SPECD_BAD_ARGUMENT) fail("bad width");
+    batch.state_width--;
+    batch.states = state_width ? NULL : first;
+    if (specd_forward(specd_level("portable"), &model, &batch, workspace, 1) != SPECD_BAD_ARGUMENT) fail("bad states");
+    batch.states = states;
+    a.slots[1] = PAGES * PAGE_SIZE;
     if (specd_forward(specd_level("portable"), &model, &batch, workspace, 1) != SPECD_BAD_ARGUMENT) fail("bad slot");
     specd_workspace_free(workspace);
     for (int i = 0; i < LAYERS; i++) free(a.kv[i]);
@@ -217,6 +263,7 @@ static void check_forward(int32_t activations, int32_t kv_kind, int tree) {
     free(first);
     free(hidden);
     free(aux);
+    free(states);
     free(logits);
     free_model(&model);
 }
@@ -268,9 +315,11 @@ int main(void) {
                                     SPECD_Q4_1, SPECD_Q4_K, SPECD_Q6_K};
     for (size_t k = 0; k < sizeof kinds / sizeof *kinds; k++) check_linear(kinds[k]);
     for (int tree = 0; tree < 2; tree++) {
-        check_forward(SPECD_FAST, SPECD_F32, tree);
-        check_forward(SPECD_EXACT, SPECD_F16, tree);
-        check_forward(SPECD_FAST, SPECD_BF16, tree);
+        check_forward(SPECD_FAST, SPECD_F32, tree, 0);
+        check_forward(SPECD_EXACT, SPECD_F16, tree, 0);
+        check_forward(SPECD_FAST, SPECD_BF16, tree, 0);
+        check_forward(SPECD_FAST, SPECD_F32, tree, STATES);
+        check_forward(SPECD_EXACT, SPECD_F32, tree, HIDDEN);
     }
     for (int64_t vocabulary = 1; vocabulary < 400; vocabulary += 57) check_draw(vocabulary);
     if (specd_strip_bytes(SPECD_Q4_K, 128) != 0 || specd_strip_bytes(99, 256) != 0) fail("strip bytes");

@@ -1,5 +1,14 @@
 /* The phases of a forward, each run by every thread of the call; the threads meet between phases.
  *
+ * A head's input first (specd_fusion), where another model's is the token's embedding:
+ *
+ *   rows    quantise the features   (only those that a projection makes H wide)
+ *   strips  features
+ *   rows    norms, side by side, quantise
+ *   strips  projection to H
+ *
+ * Then each layer:
+ *
  *   rows    norm, quantise        (divided by rows)
  *   strips  q, k, v               (by output rows)
  *   rows    rotate, append to KV
@@ -16,6 +25,47 @@ static void embed_rows(Job *job, Range rows) {
     for (long t = rows.first; t < rows.last; t++) {
         specd_unpack_row(&model->embedding, job->batch->tokens[t], job->x + t * model->hidden);
     }
+}
+
+/* Rows of `from`, `width` floats each, into `in`. */
+static void take_rows(const Inputs *in, const float *from, int64_t width, int needs, Range rows) {
+    for (long t = rows.first; t < rows.last; t++) {
+        memcpy(in->x + t * in->columns, from + t * width, (size_t)width * sizeof(float));
+        prepare_row(in, t, width, needs);
+    }
+}
+
+/* A token's embedding and its state, each normed, as one row of 2H. */
+static void join_rows(Job *job, Range rows, const float *states) {
+    const specd_model *model = job->model;
+    const specd_fusion *fusion = model->fusion;
+    int64_t hidden = model->hidden, first = fusion->hidden_first ? hidden : 0;
+    int needs = needs_of_linear(&fusion->proj, model->activations);
+    for (long t = rows.first; t < rows.last; t++) {
+        float *row = job->joined.x + t * job->joined.columns, *embedding = row + first, *state = row + hidden - first;
+        specd_unpack_row(&model->embedding, job->batch->tokens[t], embedding);
+        rms_norm(embedding, fusion->embedding_norm, hidden, model->eps, embedding);
+        rms_norm(states + t * hidden, fusion->state_norm, hidden, model->eps, state);
+        prepare_row(&job->joined, t, 2 * hidden, needs);
+    }
+}
+
+static void fuse_rows(Job *job, Range rows, int thread, int threads) {
+    const specd_model *model = job->model;
+    const specd_fusion *fusion = model->fusion;
+    const float *states = job->batch->states;
+    int32_t mode = model->activations;
+    if (job->batch->state_width != model->hidden) {
+        take_rows(&job->states, states, job->batch->state_width, needs_of_linear(&fusion->features, mode), rows);
+        specd_team_wait(&job->team, threads);
+        run_linear(&fusion->features, mode, &job->states, job->num_rows, STORE, job->x, model->hidden, thread, threads);
+        specd_team_wait(&job->team, threads);
+        states = job->x;
+    }
+    join_rows(job, rows, states);
+    specd_team_wait(&job->team, threads);
+    run_linear(&fusion->proj, mode, &job->joined, job->num_rows, STORE, job->x, model->hidden, thread, threads);
+    specd_team_wait(&job->team, threads);
 }
 
 static void keep_aux(Job *job, Range rows, int64_t layer) {
@@ -181,21 +231,18 @@ static void layer_forward(Job *job, int64_t index, int thread, int threads) {
 static void run_forward(Job *job, int thread, int threads) {
     const specd_model *model = job->model;
     Range rows = share(job->num_rows, thread, threads);
-    embed_rows(job, rows);
+    if (model->fusion) fuse_rows(job, rows, thread, threads);
+    else embed_rows(job, rows);
     for (int64_t layer = 0; layer < model->num_layers; layer++) layer_forward(job, layer, thread, threads);
+    keep_aux(job, rows, model->num_layers);
     for (long t = rows.first; t < rows.last; t++) {
         rms_norm(job->x + t * model->hidden, model->norm, model->hidden, model->eps,
                  job->batch->hidden + t * model->hidden);
     }
 }
 
-/* Rows of job->input, `width` floats each, into `in`. */
-static void take_rows(Job *job, const Inputs *in, int64_t width, int needs, int thread, int threads) {
-    Range rows = share(job->num_rows, thread, threads);
-    for (long t = rows.first; t < rows.last; t++) {
-        memcpy(in->x + t * in->columns, job->input + t * width, (size_t)width * sizeof(float));
-        prepare_row(in, t, width, needs);
-    }
+static void take_input(Job *job, int64_t width, int needs, int thread, int threads) {
+    take_rows(&job->narrow, job->input, width, needs, share(job->num_rows, thread, threads));
     specd_team_wait(&job->team, threads);
 }
 
@@ -203,14 +250,14 @@ static void run_rows(Job *job, int thread, int threads) {
     int64_t total = 0;
     for (int64_t p = 0; p < job->linear->num_parts; p++) total += job->linear->parts[p].rows;
     int needs = needs_of_linear(job->linear, job->activations);
-    take_rows(job, &job->narrow, job->linear->parts[0].cols, needs, thread, threads);
+    take_input(job, job->linear->parts[0].cols, needs, thread, threads);
     run_linear(job->linear, job->activations, &job->narrow, job->num_rows, STORE, job->output, total, thread, threads);
 }
 
 static void run_logits(Job *job, int thread, int threads) {
     const specd_model *model = job->model;
     specd_linear head = {{model->head}, 1};
-    take_rows(job, &job->narrow, model->hidden, needs_of(&model->head, model->activations), thread, threads);
+    take_input(job, model->hidden, needs_of(&model->head, model->activations), thread, threads);
     run_linear(&head, model->activations, &job->narrow, job->num_rows, STORE, job->output, model->head.rows, thread,
                threads);
 }
@@ -238,7 +285,7 @@ static void run_argmax(Job *job, int thread, int threads) {
     StripKernel kernel = strip_kernel(head->kind, model->activations);
     Range mine = share(strips_of(head->rows), thread, threads), rows = share(job->num_rows, thread, threads);
     float tile[MAX_ROWS * SPECD_STRIP];
-    take_rows(job, &job->narrow, model->hidden, needs_of(head, model->activations), thread, threads);
+    take_input(job, model->hidden, needs_of(head, model->activations), thread, threads);
     for (long row = 0; row < job->num_rows; row++) {
         job->best[thread * job->num_rows + row] = -INFINITY;
         job->best_place[thread * job->num_rows + row] = mine.first * SPECD_STRIP;

@@ -60,6 +60,8 @@ typedef struct {
     Inputs narrow;              /* H columns: normed rows */
     Inputs heads;               /* the same memory: attention's output */
     Inputs wide;                /* I columns: the MLP's inside */
+    Inputs joined;              /* the same memory, 2H columns: an embedding and a state */
+    Inputs states;              /* the same memory: states as wide as they came */
     float *x;                   /* [T, H] residual stream */
     float *qkv;                 /* [T, (heads + 2 kv_heads) D] */
     Block *blocks;

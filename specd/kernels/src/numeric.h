@@ -74,8 +74,12 @@ static void prepare_row(const Inputs *in, int64_t row, int64_t width, int needs)
     for (int64_t group = 0; group < in->groups; group++) prepare_group(in, row, group, needs);
 }
 
-/* out = weight * x / sqrt(mean(x^2) + eps), width floats. */
+/* out = weight * x / sqrt(mean(x^2) + eps), width floats; x itself without a weight. out may be x. */
 static void rms_norm(const float *x, const float *weight, int64_t width, float eps, float *out) {
+    if (weight == NULL) {
+        if (out != x) memcpy(out, x, (size_t)width * sizeof(float));
+        return;
+    }
     float lanes[16] = {0};
     int64_t whole = width / 16 * 16;
     VF sums[16 / W];

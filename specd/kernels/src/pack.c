@@ -139,6 +139,56 @@ int specd_pack(int32_t kind, const uint8_t *rows, int64_t num_rows, int64_t cols
     return SPECD_OK;
 }
 
+/* A plane of a strip: `count` times 16 rows side by side, `unit` bytes of each. */
+typedef struct {
+    int64_t offset, count, unit;
+} Plane;
+
+/* Writes a strip's planes to `planes`; returns how many they are. */
+static int planes_of(int32_t kind, int64_t cols, Plane *planes) {
+    strip_layout l = layout_of(kind, cols);
+    int64_t groups = groups_of(cols), blocks = groups / 8;
+    int n = 0;
+    switch (kind) {
+        case SPECD_F32:
+        case SPECD_F16:
+        case SPECD_BF16: planes[n++] = (Plane){0, groups * SPECD_GROUP, kind == SPECD_F32 ? 4 : 2}; return n;
+        case SPECD_Q8_0: planes[n++] = (Plane){0, groups * 8, 4}; break;
+        default: planes[n++] = (Plane){0, groups * 4, 4};
+    }
+    planes[n++] = (Plane){l.scale, kind == SPECD_Q4_K || kind == SPECD_Q6_K ? blocks : groups, 2};
+    if (kind == SPECD_Q4_1) planes[n++] = (Plane){l.minimum, groups, 2};
+    if (kind == SPECD_Q4_K) {
+        planes[n++] = (Plane){l.minimum, blocks, 2};
+        planes[n++] = (Plane){l.sub_scale, groups, 1};
+        planes[n++] = (Plane){l.sub_min, groups, 1};
+    }
+    if (kind == SPECD_Q6_K) {
+        planes[n++] = (Plane){l.bits, groups * 2, 4};
+        planes[n++] = (Plane){l.sub_scale, groups * 2, 1};
+    }
+    return n;
+}
+
+int specd_pick(const specd_matrix *matrix, const int64_t *rows, int64_t count, uint8_t *out) {
+    Plane planes[5];
+    int num_planes = planes_of(matrix->kind, matrix->cols, planes);
+    memset(out, 0, (size_t)(strips_of(count) * matrix->strip_bytes));
+    for (int64_t i = 0; i < count; i++) {
+        if (rows[i] < 0 || rows[i] >= matrix->rows) return SPECD_BAD_ARGUMENT;
+        const uint8_t *from = matrix->data + rows[i] / SPECD_STRIP * matrix->strip_bytes;
+        uint8_t *to = out + i / SPECD_STRIP * matrix->strip_bytes;
+        for (int p = 0; p < num_planes; p++) {
+            int64_t unit = planes[p].unit;
+            for (int64_t k = 0; k < planes[p].count; k++) {
+                int64_t at = planes[p].offset + k * SPECD_STRIP * unit;
+                memcpy(to + at + i % SPECD_STRIP * unit, from + at + rows[i] % SPECD_STRIP * unit, (size_t)unit);
+            }
+        }
+    }
+    return SPECD_OK;
+}
+
 static float scale_at(const uint8_t *plane, int64_t index, int lane) {
     return f16_value(load_u16(plane + (index * SPECD_STRIP + lane) * 2));
 }

@@ -210,6 +210,19 @@ static void plan_scratch(Arena *arena, AttendScratch *s, const specd_model *mode
     s->path = take(arena, batch->tree_nodes + 1, sizeof *s->path);
 }
 
+/* The MLP's inside; a head's fusion is over before it and lies in the same memory. */
+static void plan_wide(Arena *arena, Job *job) {
+    const specd_model *model = job->model;
+    int64_t joined = model->fusion ? 2 * model->hidden : 0, states = model->fusion ? job->batch->state_width : 0;
+    int64_t width = model->inner;
+    if (joined > width) width = joined;
+    if (states > width) width = states;
+    plan_inputs(arena, &job->wide, job->num_rows, width);
+    job->joined = as_width(&job->wide, joined);
+    job->states = as_width(&job->wide, states);
+    job->wide = as_width(&job->wide, model->inner);
+}
+
 static void plan_forward(Arena *arena, Job *job, int threads) {
     const specd_model *model = job->model;
     const specd_batch *batch = job->batch;
@@ -225,7 +238,7 @@ static void plan_forward(Arena *arena, Job *job, int threads) {
     plan_inputs(arena, &job->narrow, rows, query > model->hidden ? query : model->hidden);
     job->heads = as_width(&job->narrow, query);
     job->narrow = as_width(&job->narrow, model->hidden);
-    plan_inputs(arena, &job->wide, rows, model->inner);
+    plan_wide(arena, job);
     job->x = take(arena, rows * model->hidden, sizeof(float));
     job->qkv = take(arena, rows * (query + 2 * model->kv_heads * model->head_dim), sizeof(float));
 }
@@ -249,10 +262,20 @@ static int valid_sequence(const specd_batch *batch, int64_t sequence) {
     return batch->parents == NULL || valid_tree(batch, sequence);
 }
 
+/* States are read as wide as the batch says, and written H wide. */
+static int valid_states(const specd_model *model, const specd_batch *batch) {
+    const specd_linear *features = model->fusion ? &model->fusion->features : NULL;
+    if (features == NULL) return batch->states == NULL;
+    if (batch->num_tokens > 0 && batch->states == NULL) return 0;
+    if (batch->state_width == model->hidden) return 1;
+    return features->num_parts > 0 && batch->state_width == features->parts[0].cols;
+}
+
 /* Every index that memory is reached by. */
 static int valid_batch(const specd_model *model, const specd_batch *batch) {
     int64_t tokens = 0, slots = batch->num_pages * batch->page_size;
     if (batch->page_size < 1 || batch->num_aux > SPECD_MAX_AUX || model->head_dim % SPECD_STRIP) return 0;
+    if (!valid_states(model, batch)) return 0;
     for (int64_t b = 0; b < batch->num_sequences; b++) {
         if (!valid_sequence(batch, b)) return 0;
         tokens += batch->query_lens[b];
@@ -326,7 +349,8 @@ int specd_draw(const specd_kernels *kernels, const specd_draws *draws, specd_wor
     int64_t blocks = (draws->vocabulary + 63) / 64;
     if (draws->num_rows < threads) threads = draws->num_rows < 1 ? 1 : (int)draws->num_rows;
     for (int64_t row = 0; draws->temperature && row < draws->num_rows; row++) {
-        if (!(draws->temperature[row] > 0.0f) || !(draws->top_p[row] > 0.0f) || draws->top_k[row] < 1) {
+        if (!(draws->temperature[row] > 0.0f) || !(draws->top_p[row] > 0.0f) || draws->top_k[row] < 1 ||
+            !(draws->min_p[row] >= 0.0f && draws->min_p[row] <= 1.0f)) {
             return SPECD_BAD_ARGUMENT;
         }
     }

@@ -14,7 +14,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define SPECD_ABI 2
+#define SPECD_ABI 3
 
 enum { SPECD_STRIP = 16, SPECD_GROUP = 32, SPECD_SEGMENT = 64, SPECD_MAX_AUX = 8 };
 
@@ -52,7 +52,7 @@ typedef struct {
 } specd_linear;
 
 typedef struct {
-    const float *input_norm; /* [H] */
+    const float *input_norm; /* [H]; NULL: the identity */
     const float *mlp_norm;   /* [H] */
     specd_linear qkv;        /* [(heads + 2 kv_heads) D, H] */
     specd_linear output;     /* [H, heads D] */
@@ -61,9 +61,18 @@ typedef struct {
     specd_linear down;       /* [H, I] */
 } specd_layer;
 
+/* How a head makes its first layer's input of a token and of a state: proj([norm(embedding) ; norm(state)]). */
+typedef struct {
+    const float *embedding_norm; /* [H]; NULL: the identity */
+    const float *state_norm;     /* [H]; NULL: the identity */
+    specd_linear proj;           /* [H, 2H] */
+    specd_linear features;       /* [H, F]: states that are F wide go through it first; no parts: there are none */
+    int64_t hidden_first;        /* the state's half before the embedding's */
+} specd_fusion;
+
 typedef struct {
     const specd_layer *layers;
-    const float *norm; /* [H] */
+    const float *norm; /* [H]; NULL: the identity */
     specd_matrix embedding;
     specd_matrix head;
     int64_t num_layers;
@@ -73,7 +82,8 @@ typedef struct {
     int64_t kv_heads;
     int64_t head_dim; /* a multiple of 16 */
     float eps;
-    int32_t activations; /* enum specd_activations */
+    int32_t activations;        /* enum specd_activations */
+    const specd_fusion *fusion; /* NULL: a token's embedding is the first layer's input */
 } specd_model;
 
 typedef struct {
@@ -96,9 +106,12 @@ typedef struct {
     int64_t num_positions; /* rows of the rotary tables */
     int32_t kv_kind; /* SPECD_F32, SPECD_F16 or SPECD_BF16 */
     int32_t num_aux;
-    int64_t aux_layers[SPECD_MAX_AUX]; /* the residual stream entering these layers goes to `aux` */
+    int64_t aux_layers[SPECD_MAX_AUX]; /* the residual stream entering these layers goes to `aux`; num_layers: the
+                                          stream that the final norm reads */
     float *hidden;                     /* out [T, H] after the final norm */
     float *aux;                        /* out [T, num_aux * H] or NULL */
+    const float *states;               /* [T, state_width] for a model with a fusion */
+    int64_t state_width;               /* H, or the columns of fusion->features */
 } specd_batch;
 
 /* Tokens to be drawn, a row each; see draw.h. */
@@ -140,6 +153,8 @@ int64_t specd_strip_bytes(int32_t kind, int64_t cols);
 /* Interleaves plain rows (GGUF blocks, or a plain array for the float formats) into out, zero rows filling up the last
  * strip. out: ceil(rows / 16) strips. */
 int specd_pack(int32_t kind, const uint8_t *rows, int64_t num_rows, int64_t cols, uint8_t *out);
+/* Some rows of a packed matrix as another one, in the order of `rows`. out: ceil(count / 16) strips. */
+int specd_pick(const specd_matrix *matrix, const int64_t *rows, int64_t count, uint8_t *out);
 /* Dequantises one row: out f32[cols]. */
 void specd_unpack_row(const specd_matrix *matrix, int64_t row, float *out);
 

@@ -1,0 +1,99 @@
+"""MTP: a head on the target's hidden states proposes (spec: methods 5.6).
+
+Its KV has one slot for each of the target's: slot i holds (h_i, t_{i+1}), so that a refill can reuse the target's own
+batch, tokens shifted left by one (PADDED). The first draft token comes from the logits carried over; each further one
+is a forward of the head on its own output (the chain's slots are written again by the next refill).
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from specd.errors import DraftError
+from specd.kv import PagedKV
+from specd.models.base import ModelShape
+from specd.models.heads import HeadConfig
+from specd.step import DraftTraits, RefillMode
+from specd.tensors import BatchInfo, DraftState
+
+
+class HeadModel(Protocol):
+    """`specd.models.heads.Head`, whoever computes it."""
+
+    config: HeadConfig
+    shape: ModelShape
+    dtype: torch.dtype
+    device: torch.device
+
+    def forward(
+        self, tokens: torch.Tensor, states: torch.Tensor, batch: BatchInfo, kv: PagedKV, *, own: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+    def logits(self, out: torch.Tensor) -> torch.Tensor: ...
+
+
+class MtpDrafter:
+    """`Drafter` around one head. vocab_size: the target's; a reduced draft vocabulary has -inf elsewhere."""
+
+    def __init__(
+        self,
+        head: HeadModel,
+        *,
+        name: str,
+        max_depth: int,
+        max_context: int | None = None,
+        refill_mode: RefillMode = RefillMode.PADDED,
+    ) -> None:
+        self.traits = DraftTraits(
+            name=name,
+            max_depth=max_depth,
+            max_context=max_context,
+            refill_mode=refill_mode,
+            shifted=True,
+            features=head.config.features,
+            leader_only=False,
+        )
+        self.vocab_size = head.config.vocab_size
+        self._head = head
+        self._kv: PagedKV | None = None
+
+    def kv_bytes_per_page(self, page_size: int) -> int:
+        shape = self._head.shape
+        return 2 * page_size * shape.num_kv_heads * shape.head_dim * self._head.dtype.itemsize
+
+    def allocate(self, *, num_pages: int, page_size: int) -> None:
+        shape = self._head.shape
+        self._kv = PagedKV(
+            num_layers=1,
+            num_pages=num_pages,
+            page_size=page_size,
+            num_kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            dtype=self._head.dtype,
+            device=self._head.device,
+        )
+
+    def make_carry(self, num_slots: int) -> DraftState:
+        device = self._head.device
+        hidden = torch.zeros((num_slots, self._head.config.hidden_size), dtype=self._head.dtype, device=device)
+        return DraftState(logits=torch.zeros((num_slots, self.vocab_size), device=device), hidden=hidden)
+
+    @property
+    def kv(self) -> PagedKV:
+        if self._kv is None:
+            raise DraftError(f"drafter {self.traits.name}: allocate() was not called")
+        return self._kv
+
+    def extend(self, tokens: torch.Tensor, state: DraftState, batch: BatchInfo) -> DraftState:
+        assert state.hidden is not None
+        out, fed_back = self._head.forward(tokens, state.hidden, batch, self.kv, own=True)
+        return DraftState(logits=self._head.logits(out), hidden=fed_back)
+
+    def refill(
+        self, tokens: torch.Tensor, features: torch.Tensor | None, batch: BatchInfo, last_rows: torch.Tensor
+    ) -> DraftState:
+        assert features is not None
+        out, fed_back = self._head.forward(tokens, features, batch, self.kv, own=False)
+        return DraftState(logits=self._head.logits(out[last_rows]), hidden=fed_back[last_rows])

@@ -1,0 +1,60 @@
+"""A training run on disk: one safetensors file that is replaced whole.
+
+Tensors `weight.NAME`, `first.NAME` and `second.NAME` (AdamW's moments); the metadata's `state` is JSON: the step, the
+best figures so far, and what the run was started with. Order and noise are functions of the step, so this is all.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import orjson
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+
+from specd.errors import ConfigError
+
+
+def save_checkpoint(
+    path: Path, weights: Mapping[str, torch.Tensor], optimizer: torch.optim.AdamW, state: Mapping[str, Any]
+) -> None:
+    tensors = {f"weight.{name}": tensor.detach() for name, tensor in weights.items()}
+    for name, tensor in weights.items():
+        moments = optimizer.state[tensor]
+        if moments:
+            tensors |= {f"first.{name}": moments["exp_avg"], f"second.{name}": moments["exp_avg_sq"]}
+    partial = path.with_suffix(".partial")
+    save_file(tensors, partial, metadata={"state": orjson.dumps(state).decode()})
+    with partial.open("rb") as file:
+        os.fsync(file.fileno())
+    partial.replace(path)
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """Raises ConfigError for a file that is not a checkpoint."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            state = orjson.loads((file.metadata() or {})["state"])
+    except (OSError, SafetensorError, KeyError, orjson.JSONDecodeError) as error:
+        raise ConfigError(f"{path}: not a checkpoint of a training run: {error!r}") from error
+    return dict(state)
+
+
+def load_checkpoint(
+    path: Path, weights: Mapping[str, torch.Tensor], optimizer: torch.optim.AdamW, steps_done: int
+) -> None:
+    """Into the weights, in place, and the optimizer."""
+    tensors = load_file(path)
+    with torch.no_grad():
+        for name, tensor in weights.items():
+            tensor.copy_(tensors[f"weight.{name}"])
+            if f"first.{name}" in tensors:
+                optimizer.state[tensor] = {
+                    "step": torch.tensor(float(steps_done)),
+                    "exp_avg": tensors[f"first.{name}"],
+                    "exp_avg_sq": tensors[f"second.{name}"],
+                }

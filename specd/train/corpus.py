@@ -1,0 +1,109 @@
+"""Token sequences to learn from, each token marked with who wrote it.
+
+A corpus is one safetensors file: `ids` u16 or i32[N], the sequences end to end; `role` u8[N]; `lens` i32[sequences];
+optional `held_out` u8[sequences] (absent: every twentieth sequence). The one that ships with specd lies in `data/`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from specd.errors import ConfigError
+from specd.step import indptr
+
+GIVEN, USER, ANSWER = 0, 1, 2  # a template or a written prompt; a user turn and an answer sampled from the model
+SHIPPED = Path(__file__).parent / "data" / "smollm2_chats.safetensors"
+_HELD_OUT_EVERY = 20
+_JOINED_SHARE = 5  # one token in so many comes from joined sequences
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Text:
+    """One sequence."""
+
+    ids: npt.NDArray[np.int32]  # [n]
+    role: npt.NDArray[np.uint8]  # [n]
+    held_out: bool  # never trained on
+
+
+def read_corpus(path: Path) -> list[Text]:
+    """Raises ConfigError naming the file and what is wrong with it."""
+    try:
+        tensors = load_file(path)
+        ids, role, lens = (tensors[name].to(torch.int64).numpy() for name in ("ids", "role", "lens"))
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"{path}: not a corpus: {error}") from error
+    except KeyError as error:
+        raise ConfigError(f"{path}: not a corpus: it has no tensor {error}; ids, role and lens are needed") from error
+    if len(ids) != len(role) or len(ids) != lens.sum() or (lens < 1).any():
+        raise ConfigError(f"{path}: {len(ids)} ids, {len(role)} roles and lens that sum to {lens.sum()} do not agree")
+    if "held_out" in tensors:
+        held_out = tensors["held_out"].numpy().astype(bool)
+    else:
+        held_out = np.arange(len(lens)) % _HELD_OUT_EVERY == 0
+    if len(held_out) != len(lens):
+        raise ConfigError(f"{path}: {len(held_out)} held_out marks for {len(lens)} sequences")
+    offsets = indptr(lens.astype(np.int32))
+    spans = [slice(int(begin), int(end)) for begin, end in itertools.pairwise(offsets)]
+    return [
+        Text(ids[span].astype(np.int32), role[span].astype(np.uint8), bool(mark))
+        for span, mark in zip(spans, held_out, strict=True)
+    ]
+
+
+def join(texts: list[Text], length: int, eos_ids: tuple[int, ...]) -> list[Text]:
+    """About a fifth of the tokens in sequences of up to `length`: consecutive chats, one header for all of them.
+
+    Held-out chats stay as they are and apart, and so do chats that were cut off before their end. The header that all
+    chats share is kept in the first; what the template puts between turns is put between chats.
+    """
+    header, between = _template(texts, eos_ids)
+    joined: list[Text] = []
+    group: list[Text] = []
+    credit = 0  # tokens that passed alone since the last joined sequence
+    for text in texts:
+        ended = not text.held_out and int(text.ids[-1]) in eos_ids
+        if ended and credit >= (_JOINED_SHARE - 1) * length:
+            size = sum(len(t.ids) for t in group) + len(text.ids) + len(between)
+            if group and size > length:
+                joined.append(_concatenate(group))
+                group, credit = [], credit - (_JOINED_SHARE - 1) * length + len(text.ids)
+                joined.append(text)
+            else:
+                group.append(_shortened(text, header, between) if group else text)
+        else:
+            credit += 0 if text.held_out else len(text.ids)
+            joined.append(text)
+    return [*joined, _concatenate(group)] if group else joined
+
+
+def _template(texts: list[Text], eos_ids: tuple[int, ...]) -> tuple[int, npt.NDArray[np.int32]]:
+    """Tokens of the header that every chat repeats, and what stands between one turn's end and the next one's start."""
+    first = texts[0].ids
+    shared = min((int(np.argmin(_equal(first, text.ids))) for text in texts), default=0)
+    starts = np.flatnonzero(first[:shared] == first[0])
+    header = int(starts[-1]) if len(starts) else 0
+    ends = np.flatnonzero(np.isin(first[:header], eos_ids))
+    return header, first[int(ends[-1]) + 1 : header] if len(ends) else first[:0]
+
+
+def _equal(a: npt.NDArray[np.int32], b: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
+    size = min(len(a), len(b))
+    return np.append(a[:size] == b[:size], False)
+
+
+def _shortened(text: Text, header: int, between: npt.NDArray[np.int32]) -> Text:
+    given = np.zeros(len(between), np.uint8)
+    return Text(np.append(between, text.ids[header:]), np.append(given, text.role[header:]), False)
+
+
+def _concatenate(group: list[Text]) -> Text:
+    return Text(np.concatenate([t.ids for t in group]), np.concatenate([t.role for t in group]), False)

@@ -1,0 +1,135 @@
+"""What the target computed over a corpus, on disk: its hidden states and its best next token, sequence by sequence.
+
+A shard is one safetensors file of whole sequences: `input_ids` i32[N], `loss_mask` u8[N] (1: the model wrote this
+token), `lens` i32[sequences], `held_out` u8[sequences], `hidden` bf16[N, H] after the final norm, `best` i32[N] (the
+argmax after each token); with features "aux" also `features` bf16[N, 3H]. Its metadata say which target, and how.
+A file appears under its name only when it is complete, so an interrupted run is taken up where it stopped.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import orjson
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+
+from specd.errors import ConfigError
+
+_FORMAT = "1"
+_PATTERN = "shard-*.safetensors"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Origin:
+    """Whose hidden states these are; the same for every shard of a folder."""
+
+    target: str  # the file's or folder's name
+    fingerprint: str  # of its weights
+    features: str  # "last" or "aux"
+    kernels: str  # "torch", "native fast" or "native exact"
+    corpus: str  # SHA-256 of the sequences
+    num_shards: int
+
+    def metadata(self) -> dict[str, str]:
+        return {"specd_shard": _FORMAT} | {name: str(value) for name, value in dataclasses.asdict(self).items()}
+
+
+def shard_path(folder: Path, index: int) -> Path:
+    return folder / f"shard-{index:05d}.safetensors"
+
+
+def write_shard(path: Path, tensors: Mapping[str, torch.Tensor], origin: Origin) -> None:
+    """All or nothing: a crash leaves no file under this name."""
+    partial = path.with_suffix(".partial")
+    save_file(dict(tensors), partial, metadata=origin.metadata())
+    with partial.open("rb") as file:
+        os.fsync(file.fileno())
+    partial.replace(path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def read_origin(path: Path) -> Origin:
+    """Raises ConfigError for a file that is not a shard."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            data = dict(file.metadata() or {})
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"{path}: not a shard: {error}") from error
+    names = [field.name for field in dataclasses.fields(Origin)]
+    if data.get("specd_shard") != _FORMAT or any(name not in data for name in names):
+        raise ConfigError(f'{path}: not a shard: its metadata have no "specd_shard": {_FORMAT} with {", ".join(names)}')
+    values = {name: data[name] for name in names[:-1]}
+    return Origin(**values, num_shards=int(data["num_shards"]))
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Collected:
+    """A folder of shards in memory; token i of sequence s lies at row starts[s] + i."""
+
+    origin: Origin
+    fingerprint: str  # of all shards' ids and lengths, for checkpoints and provenance
+    ids: torch.Tensor  # i64[N]
+    written: torch.Tensor  # bool[N] by the model: learned from
+    best: torch.Tensor  # i64[N] argmax of the target after each token
+    hidden: torch.Tensor  # bf16[N, H] after the final norm
+    features: torch.Tensor  # bf16[N, F] what the head reads; `hidden` itself for "last"
+    lens: torch.Tensor  # i64[S]
+    starts: torch.Tensor  # i64[S]
+    held_out: torch.Tensor  # bool[S]
+
+
+def read_shards(folder: Path) -> Collected:
+    """Raises ConfigError when there are none, when some are missing, or when they are not of one run."""
+    paths = sorted(folder.glob(_PATTERN))
+    if not paths:
+        raise ConfigError(f"{folder}: holds no shards; `specd train collect` writes them")
+    origins = {path: read_origin(path) for path in paths}
+    origin = origins[paths[0]]
+    for path, other in origins.items():
+        if other != origin:
+            raise ConfigError(f"{path}: is of another run than {paths[0].name}: {other} and {origin}")
+    if len(paths) != origin.num_shards:
+        raise ConfigError(f"{folder}: has {len(paths)} of {origin.num_shards} shards; run `specd train collect` again")
+    whole = _load(paths)
+    lens = whole["lens"].long()
+    digest = hashlib.sha256(whole["input_ids"].numpy().tobytes() + whole["lens"].numpy().tobytes())
+    digest.update(orjson.dumps(dataclasses.asdict(origin)))
+    return Collected(
+        origin=origin,
+        fingerprint=digest.hexdigest(),
+        ids=whole["input_ids"].long(),
+        written=whole["loss_mask"].bool(),
+        best=whole["best"].long(),
+        hidden=whole["hidden"],
+        features=whole.get("features", whole["hidden"]),
+        lens=lens,
+        starts=lens.cumsum(0) - lens,
+        held_out=whole["held_out"].bool(),
+    )
+
+
+def _load(paths: list[Path]) -> dict[str, torch.Tensor]:
+    """All shards' tensors end to end, with no more than one shard in memory twice."""
+    sizes: dict[str, int] = {}
+    for path in paths:
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 (a file, not a mapping)
+                sizes[name] = sizes.get(name, 0) + file.get_slice(name).get_shape()[0]
+    whole: dict[str, torch.Tensor] = {}
+    filled = dict.fromkeys(sizes, 0)
+    for path in paths:
+        for name, tensor in load_file(path).items():
+            target = whole.setdefault(name, tensor.new_empty((sizes[name], *tensor.shape[1:])))
+            target[filled[name] : filled[name] + len(tensor)] = tensor
+            filled[name] += len(tensor)
+    return whole

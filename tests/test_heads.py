@@ -1,0 +1,577 @@
+"""MTP heads: their files, the torch module against the method's equations, the kernels' one against both."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig as HfConfig
+from transformers.modeling_layers import MtpLayer
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
+
+from specd.attention.torch_attention import TorchAttention
+from specd.errors import ModelError
+from specd.kv import PagedKV
+from specd.models.config import RopeConfig
+from specd.models.heads import Head, HeadConfig, HeadFile, head_shapes, read_head, write_head
+from specd.models.native import NativeLlama
+from specd.models.native_head import NativeHead
+from specd.tensors import TokenTree, with_tree
+from tests.native import KINDS, LEVELS, Kind, Projection, native_llama, needs_kernels, random_rows
+from tests.tiny import CPU, LLAMA3_ROPE, make_batch
+
+VOCABULARY = 97
+DRAFT_IDS = torch.arange(3, VOCABULARY, 5)  # 19 of them: not whole strips
+NORMS = ("embedding_norm", "hidden_norm", "input_norm", "output_norm")
+# Every flag; the four choices are parameters of the tests, the six switches are looped over.
+CHOICES = list(
+    itertools.product(
+        ("last", "pre", "aux"), ("embedding_first", "hidden_first"), ("post_norm", "pre_norm"), (None, len(DRAFT_IDS))
+    )
+)
+SWITCHES = [
+    dict(zip((*NORMS, "fusion_bias", "attention_bias"), on, strict=True))
+    for on in itertools.product((True, False), repeat=6)
+]
+every_choice = pytest.mark.parametrize(("features", "concat", "feedback", "draft_vocab_size"), CHOICES)
+
+
+def head_config(**overrides: Any) -> HeadConfig:
+    """H = 40: the state's half begins inside a group of the kernels, and a row is not whole vectors."""
+    fields: dict[str, Any] = {
+        "hidden_size": 40,
+        "intermediate_size": 72,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 16,
+        "rms_norm_eps": 1e-5,
+        "rope": RopeConfig(),
+        "max_position": 512,
+        "vocab_size": VOCABULARY,
+    }
+    return HeadConfig(**(fields | overrides))
+
+
+def head_file(config: HeadConfig, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> HeadFile:
+    """Random weights; biases and norms far enough from their neutral values to be missed.
+
+    Matrices keep the size of what they are given: without norms, and fed back, a larger gain would magnify rounding.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    weights = {}
+    for name, shape in head_shapes(config).items():
+        noise = torch.randn(shape, generator=generator)
+        size = 0.2 if len(shape) == 1 else 0.8 * shape[1] ** -0.5
+        weights[name] = (1.0 + 0.3 * noise if "norm" in name else size * noise).to(dtype)
+    return HeadFile(config, weights, None if config.draft_vocab_size is None else DRAFT_IDS, {})
+
+
+def normal(*shape: int, seed: int = 1) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def ids(length: int, seed: int = 5) -> torch.Tensor:
+    return torch.randint(0, VOCABULARY, (length,), generator=torch.Generator().manual_seed(seed))
+
+
+def torch_head(file: HeadFile, embedding: torch.Tensor, lm_head: torch.Tensor) -> Head:
+    return Head(file, embedding=embedding, lm_head=lm_head, attention=TorchAttention(), dtype=torch.float32, device=CPU)
+
+
+def paged(
+    head: Head | NativeHead, *, num_pages: int = 12, page_size: int = 4, dtype: torch.dtype | None = None
+) -> PagedKV:
+    """Pages full of NaN: what was never written must not be read."""
+    kv = PagedKV(
+        num_layers=1,
+        num_pages=num_pages,
+        page_size=page_size,
+        num_kv_heads=head.shape.num_kv_heads,
+        head_dim=head.shape.head_dim,
+        dtype=dtype or torch.float32,
+        device=CPU,
+    )
+    kv.layers[0].fill_(math.nan)
+    return kv
+
+
+# The equations of the method, over whole sequences -------------------------------------------------------------------
+
+
+def reference_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
+    return x if weight is None else x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * weight
+
+
+def reference_turn(x: torch.Tensor, theta: float) -> torch.Tensor:
+    """x [S, N, D] by its position, as complex numbers made of (i, i + D / 2)."""
+    half = x.shape[-1] // 2
+    rates = theta ** (-torch.arange(half).double() / half)
+    angles = torch.outer(torch.arange(len(x)).double(), rates)[:, None]
+    turned = torch.complex(x[..., :half].double(), x[..., half:].double()) * torch.polar(
+        torch.ones(()).double(), angles
+    )
+    return torch.cat((turned.real, turned.imag), -1)
+
+
+def reference(
+    file: HeadFile, embedding: torch.Tensor, lm_head: torch.Tensor, tokens: torch.Tensor, states: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(m, z, logits) of all pairs, in double. states[i]: [F] of the target, or [H] that was fed back."""
+    c, w = file.config, {name: tensor.double() for name, tensor in file.weights.items()}
+    eps = c.rms_norm_eps
+    g = torch.stack(
+        [w["feature_proj.weight"] @ s.double() if len(s) == 3 * c.hidden_size else s.double() for s in states]
+    )
+    e = reference_norm(embedding.double()[tokens], w.get("enorm.weight"), eps)
+    g = reference_norm(g, w.get("hnorm.weight"), eps)
+    x = torch.cat((e, g) if c.concat == "embedding_first" else (g, e), -1) @ w["eh_proj.weight"].T
+    x = x + w.get("eh_proj.bias", 0.0)
+
+    def project(name: str, heads: int) -> torch.Tensor:
+        y = reference_norm(x, w.get("layer.input_layernorm.weight"), eps) @ w[f"layer.self_attn.{name}.weight"].T
+        return (y + w.get(f"layer.self_attn.{name}.bias", 0.0)).view(len(tokens), heads, c.head_dim)
+
+    q = reference_turn(project("q_proj", c.num_heads), c.rope.theta)
+    k = reference_turn(project("k_proj", c.num_kv_heads), c.rope.theta)
+    v, group, mixed = project("v_proj", c.num_kv_heads), c.num_heads // c.num_kv_heads, []
+    for h in range(c.num_heads):
+        scores = q[:, h] @ k[:, h // group].T / math.sqrt(c.head_dim)
+        future = torch.ones_like(scores).triu(1).bool()
+        mixed.append(scores.masked_fill(future, -math.inf).softmax(-1) @ v[:, h // group])
+    z = x + torch.cat(mixed, -1) @ w["layer.self_attn.o_proj.weight"].T
+    y = reference_norm(z, w["layer.post_attention_layernorm.weight"], eps)
+    gate, up = y @ w["layer.mlp.gate_proj.weight"].T, y @ w["layer.mlp.up_proj.weight"].T
+    z = z + (gate / (1 + (-gate).exp()) * up) @ w["layer.mlp.down_proj.weight"].T
+    m = reference_norm(z, w.get("norm.weight"), eps)
+    logits = m @ lm_head.double().T
+    if c.draft_vocab_size is not None:
+        outside = torch.ones(VOCABULARY).bool().index_fill(0, DRAFT_IDS, False)
+        logits[:, outside] = -math.inf
+    return m, z, logits
+
+
+class Run:
+    """Pairs of one sequence through a head: of the target first, in chunks, then some that feed on the head itself."""
+
+    def __init__(self, head: Head | NativeHead, tokens: torch.Tensor, features: torch.Tensor) -> None:
+        self.head, self.tokens = head, tokens
+        self.states = list(features)
+        self.kv, self.pages = paged(head), [7, 2, 9, 0, 11, 4]
+        self.outs: list[torch.Tensor] = []
+        self.fed: list[torch.Tensor] = []
+
+    def step(self, length: int, *, own: bool) -> None:
+        first = len(self.outs)
+        states = torch.stack(self.states[first : first + length])
+        batch = make_batch([(length, first + length, self.pages)], page_size=4)
+        with torch.inference_mode():
+            m, fed = self.head.forward(self.tokens[first : first + length], states, batch, self.kv, own=own)
+        self.outs += list(m)
+        self.fed += list(fed)
+
+    def all(self, chunks: Sequence[int], extends: int) -> Run:
+        for length in chunks:
+            self.step(length, own=False)
+        for _ in range(extends):
+            self.states.append(self.fed[-1])
+            self.step(1, own=True)
+        return self
+
+    @property
+    def logits(self) -> torch.Tensor:
+        with torch.inference_mode():
+            return self.head.logits(torch.stack(self.outs))
+
+
+def close(got: torch.Tensor, expected: torch.Tensor, config: HeadConfig) -> None:
+    """To float's precision of the largest value there is: heads without norms have streams of any size."""
+    size = expected[expected.isfinite()].abs().max().item()
+    torch.testing.assert_close(got, expected.float(), atol=5e-6 * size, rtol=0, msg=lambda text: f"{config}\n{text}")
+
+
+def check_run(run: Run, expected: tuple[torch.Tensor, torch.Tensor, torch.Tensor], config: HeadConfig) -> None:
+    m, z, logits = expected
+    close(torch.stack(run.outs), m, config)
+    close(torch.stack(run.fed), m if config.feedback == "post_norm" else z, config)
+    close(run.logits, logits, config)
+
+
+@every_choice
+def test_the_torch_head_is_the_method(features: str, concat: str, feedback: str, draft_vocab_size: int | None) -> None:
+    embedding, lm_head = 0.5 * normal(VOCABULARY, 40), 0.3 * normal(VOCABULARY, 40, seed=2)
+    for switches in SWITCHES:
+        config = head_config(
+            features=features, concat=concat, feedback=feedback, draft_vocab_size=draft_vocab_size, **switches
+        )
+        file = head_file(config)
+        run = Run(torch_head(file, embedding, lm_head), ids(11), normal(8, config.feature_size, seed=3))
+        run.all([5, 3], extends=3)
+        check_run(run, reference(file, embedding, lm_head, run.tokens, run.states), config)
+
+
+@needs_kernels
+@every_choice
+def test_the_native_head_is_the_method(features: str, concat: str, feedback: str, draft_vocab_size: int | None) -> None:
+    target = native_target()
+    embedding, lm_head = (matrix.unpack(target.library) for matrix in (target.embedding, target.head))
+    for switches in SWITCHES:
+        config = head_config(
+            features=features, concat=concat, feedback=feedback, draft_vocab_size=draft_vocab_size, **switches
+        )
+        file, tokens, states = head_file(config), ids(11), normal(8, config.feature_size, seed=3)
+        native = Run(NativeHead(file, target=target), tokens, states).all([5, 3], extends=3)
+        check_run(native, reference(file, embedding, lm_head, tokens, native.states), config)
+        torch_run = Run(torch_head(file, embedding, lm_head), tokens, states).all([8], extends=3)
+        close(native.logits, torch_run.logits, config)
+
+
+def native_target(**options: Any) -> NativeLlama:
+    """A target whose embedding and head fit head_config()."""
+    return native_llama(**({"kind": Kind.F32, "activations": "exact", "hidden_size": 40} | options))
+
+
+@pytest.mark.parametrize("flag", [*NORMS, "fusion_bias", "attention_bias"])
+def test_every_switch_changes_the_reference(flag: str) -> None:
+    """The comparisons above could not see a flag that does nothing."""
+    embedding, lm_head = normal(VOCABULARY, 40), normal(VOCABULARY, 40, seed=2)
+    tokens, states = ids(4), list(normal(4, 40, seed=3))
+    seen = []
+    for value in (True, False):
+        full = head_file(head_config(fusion_bias=True, attention_bias=True))
+        config = dataclasses.replace(full.config, **{flag: value})
+        file = HeadFile(config, {name: full.weights[name] for name in head_shapes(config)}, None, {})
+        seen.append(reference(file, embedding, lm_head, tokens, states)[2])
+    assert (seen[0] - seen[1]).abs().max() > 1e-2
+
+
+def test_a_head_of_transformers() -> None:
+    """transformers' MtpLayer around its Llama layer, weight by weight."""
+    hf = HfConfig(
+        vocab_size=VOCABULARY, hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, rms_norm_eps=1e-5, attn_implementation="eager",
+    )  # fmt: skip
+    for hidden_first in (False, True):
+        hf.mtp_hidden_states_first = hidden_first
+        layer = MtpLayer(hf, LlamaDecoderLayer, LlamaRMSNorm, 0).eval()
+        with torch.no_grad():
+            for i, parameter in enumerate(layer.parameters()):
+                parameter.copy_((parameter.ndim == 1) + 0.2 * normal(*parameter.shape, seed=i))
+        names = {"mtp_block": "layer", "post_norm": "norm"}
+        weights = {".".join(names.get(p, p) for p in n.split(".")): t.detach() for n, t in layer.state_dict().items()}
+        config = head_config(
+            hidden_size=64, intermediate_size=96, concat="hidden_first" if hidden_first else "embedding_first"
+        )
+        assert {name: tuple(tensor.shape) for name, tensor in weights.items()} == head_shapes(config)
+        embedding, tokens, states = normal(VOCABULARY, 64), ids(10), normal(10, 64, seed=3)
+        positions = torch.arange(10)[None]
+        angles = LlamaRotaryEmbedding(hf)(states[None], positions)
+        mask = torch.full((10, 10), -math.inf).triu(1)[None, None]
+        with torch.inference_mode():
+            expected = layer(embedding[tokens][None], states[None], angles, mask, positions, None)[0]
+        head = torch_head(HeadFile(config, weights, None, {}), embedding, embedding)
+        torch.testing.assert_close(
+            torch.stack(Run(head, tokens, states).all([10], extends=0).outs), expected, atol=2e-5, rtol=1e-5
+        )
+
+
+# The kernels' invariant ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+LONG = 140  # pairs: three segments of attention
+AWKWARD = {"features": "aux", "feedback": "pre_norm", "fusion_bias": True, "draft_vocab_size": len(DRAFT_IDS)}
+
+
+def wide_head(level: str, activations: str, quantize: str, **overrides: Any) -> NativeHead:
+    """H = 96, so that rows quantise; weights bf16, as on disk."""
+    config = head_config(hidden_size=96, intermediate_size=160, rope=LLAMA3_ROPE, **(AWKWARD | overrides))
+    target = native_llama(level=level, activations=activations, kind=Kind.Q8_0, hidden_size=96)  # type: ignore[arg-type]
+    return NativeHead(head_file(config, dtype=torch.bfloat16), target=target, quantize=quantize)
+
+
+def in_chunks(
+    head: NativeHead,
+    tokens: torch.Tensor,
+    states: torch.Tensor,
+    chunks: list[int],
+    *,
+    page_size: int = 16,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(logits, fed back) of every pair."""
+    num_pages = -(-len(tokens) // page_size)
+    pages = torch.randperm(num_pages, generator=torch.Generator().manual_seed(1)).tolist()
+    kv, outs, fed, done = paged(head, num_pages=num_pages, page_size=page_size, dtype=dtype), [], [], 0
+    for length in chunks:
+        batch = make_batch([(length, done + length, pages)], page_size=page_size)
+        some = slice(done, done + length)
+        m, back = head.forward(tokens[some], states[some], batch, kv, own=states.shape[1] == 96)
+        outs.append(head.logits(m))
+        fed.append(back)
+        done += length
+    return torch.cat(outs), torch.cat(fed)
+
+
+@needs_kernels
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("own", [False, True], ids=["features", "own"])
+@pytest.mark.parametrize("quantize", ["none", "q8_0"])
+@pytest.mark.parametrize("activations", ["fast", "exact"])
+def test_chunks_pages_threads_and_levels_do_not_matter(activations: str, quantize: str, own: bool) -> None:
+    tokens, states = ids(LONG), normal(LONG, 96 if own else 288)
+    torch.set_num_threads(1)
+    expected = in_chunks(wide_head("portable", activations, quantize), tokens, states, [LONG])
+    assert expected[1].isfinite().all()
+    for level in LEVELS:
+        head = wide_head(level, activations, quantize)
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            for chunks, page_size in (([LONG], 16), ([1] * LONG, 16), ([63, 2, 16, 5, 54], 1), ([17] * 8 + [4], 5)):
+                got = in_chunks(head, tokens, states, chunks, page_size=page_size)
+                for mine, theirs in zip(got, expected, strict=True):
+                    assert torch.equal(mine, theirs), (level, count, chunks)
+
+
+@needs_kernels
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("activations", ["fast", "exact"])
+def test_batch_mates_do_not_matter(activations: str) -> None:
+    """A prefill, a decode and a padded row together, in two orders, against each alone."""
+    head = wide_head("", activations, "q8_0")
+    lengths, fresh = (70, 9, 130), (40, 1, 5)
+    texts = [(ids(n, seed), normal(n, 288, seed=seed)) for seed, n in enumerate(lengths)]
+    alone = [in_chunks(head, *text, [len(text[0])])[0][-new:] for text, new in zip(texts, fresh, strict=True)]
+    for order, count in itertools.product(([0, 1, 2], [2, 0, 1]), (1, 2)):
+        torch.set_num_threads(count)
+        kv = paged(head, num_pages=27, page_size=16)
+        pages = [list(range(9 * i, 9 * i + 9)) for i in range(3)]
+        for i, (tokens, states) in enumerate(texts):
+            old = lengths[i] - fresh[i]
+            head.forward(tokens[:old], states[:old], make_batch([(old, old, pages[i])]), kv, own=False)
+        batch = make_batch([(fresh[i], lengths[i], pages[i]) for i in order])
+        tokens, states = (torch.cat([texts[i][part][-fresh[i] :] for i in order]) for part in (0, 1))
+        m, _ = head.forward(tokens, states, batch, kv, own=False)
+        assert torch.equal(head.logits(m), torch.cat([alone[i] for i in order])), (order, count)
+
+
+@needs_kernels
+def test_junk_slots_are_written_again_before_they_are_read() -> None:
+    """What a PADDED refill leaves past a row's length, a NaN among it, changes nothing later."""
+    head = wide_head("", "fast", "none")
+    tokens, states = ids(20), normal(20, 288)
+    clean = in_chunks(head, tokens, states, [12, 8])
+    kv = paged(head)
+    pages = [7, 2, 9, 0, 11]
+    junk = torch.cat((states[:12], torch.full((3, 288), math.nan)))
+    m, _ = head.forward(ids(15, seed=9).index_copy(0, torch.arange(12), tokens[:12]), junk,
+                        make_batch([(15, 15, pages)], page_size=4), kv, own=False)  # fmt: skip
+    assert torch.equal(head.logits(m[:12]), clean[0][:12])
+    assert m[12:].isnan().all()
+    m, _ = head.forward(tokens[12:], states[12:], make_batch([(8, 20, pages)], page_size=4), kv, own=False)
+    assert torch.equal(head.logits(m), clean[0][12:])
+
+
+@needs_kernels
+def test_a_tree_gives_what_its_chains_would() -> None:
+    parents, depths = [-1, 0, 0, 1, 1, 2, 4], [0, 1, 1, 2, 2, 2, 3]
+    head = wide_head("", "fast", "none")
+    tokens, states, drafted, own = ids(61), normal(61, 288), ids(7, seed=8), normal(7, 96, seed=9)
+
+    def after_prefix(tokens_then: torch.Tensor, states_then: torch.Tensor, tree: TokenTree | None) -> torch.Tensor:
+        kv, pages = paged(head, num_pages=9, page_size=8), list(range(9))
+        head.forward(tokens, states, make_batch([(61, 61, pages)], page_size=8), kv, own=False)
+        batch = make_batch([(len(tokens_then), 61 + len(tokens_then), pages)], page_size=8)
+        batch = batch if tree is None else with_tree(batch, tree)
+        return head.logits(head.forward(tokens_then, states_then, batch, kv, own=True)[0])
+
+    logits = after_prefix(drafted, own, TokenTree(drafted[None], torch.tensor([parents]), torch.tensor([depths])))
+    for node in range(7):
+        path, at = [], node
+        while at >= 0:
+            path.insert(0, at)
+            at = parents[at]
+        assert torch.equal(logits[node], after_prefix(drafted[path], own[path], None)[-1]), node
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_narrow_kv(dtype: torch.dtype) -> None:
+    head, tokens, states = wide_head("", "fast", "none"), ids(40), normal(40, 288)
+    wide, narrow = (in_chunks(head, tokens, states, [40], dtype=t)[1] for t in (torch.float32, dtype))
+    assert 0 < (narrow - wide).abs().max() < 0.05 * wide.abs().max()
+
+
+# The draft vocabulary, sizes, refusals -------------------------------------------------------------------------------
+
+
+@needs_kernels
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_a_draft_vocabulary_has_the_targets_own_logits(kind: Kind, level: str) -> None:
+    """Row by row the same bits, in every format: rows are taken as they are packed."""
+    for activations in ("fast", "exact"):
+        target = packed_target(kind, level, activations)
+        config = head_config(hidden_size=256, draft_vocab_size=len(DRAFT_IDS))
+        head = NativeHead(head_file(config), target=target)
+        m = normal(5, 256)
+        logits, inside = head.logits(m), torch.zeros(VOCABULARY).bool().index_fill(0, DRAFT_IDS, True)
+        assert torch.equal(logits[:, inside], target.logits(m)[:, inside])
+        assert (logits[:, ~inside] == -math.inf).all()
+        assert logits.shape == (5, VOCABULARY)
+
+
+def packed_target(kind: Kind, level: str, activations: str) -> NativeLlama:
+    """A target of the kernels whose embedding and head are in a format; the K formats have no quantiser here."""
+    model = native_llama(kind=Kind.F32, level=level, activations=activations, hidden_size=256, num_layers=1)  # type: ignore[arg-type]
+    matrix = Projection(random_rows(kind, VOCABULARY, 256), level=level).matrix
+    model.embedding = model.head = matrix
+    model._prepare()
+    return model
+
+
+def test_sizes_of_heads() -> None:
+    """Own weights only: the target's embedding and lm_head are nobody's twice."""
+    embedding = normal(VOCABULARY, 40)
+    for extra, overrides in ((0, {}), (19 * 40 * 4, {"draft_vocab_size": 19})):
+        file = head_file(head_config(features="aux", **overrides))
+        own = sum(tensor.nbytes for tensor in file.weights.values())
+        assert torch_head(file, embedding, embedding).weight_bytes() == own + extra
+
+
+@needs_kernels
+def test_sizes_of_native_heads() -> None:
+    plain, small = (wide_head("", "fast", quantize).weight_bytes() for quantize in ("none", "q8_0"))
+    whole = wide_head("", "fast", "none", draft_vocab_size=None).weight_bytes()
+    rows = 2 * 1664  # the 19 ids lie in two strips of Q8_0: 16 * (96 + 3 * 2) bytes, in steps of 64
+    assert plain - whole == rows
+    assert 0.5 < (small - rows) / (plain - rows) < 0.6  # 34 bytes for 64, norms and biases aside
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    ("overrides", "named"),
+    [
+        ({"hidden_size": 48}, "hidden_size of 48, the target one of 40"),
+        ({"vocab_size": 96}, "vocab_size of 96, the target one of 97"),
+        ({"head_dim": 24}, "head_dim 24"),
+        ({"num_heads": 3}, "3 query heads cannot share 2"),
+    ],
+)
+def test_heads_that_do_not_fit_are_refused(overrides: dict[str, Any], named: str) -> None:
+    with pytest.raises(ModelError, match=named):
+        NativeHead(head_file(head_config(**overrides)), target=native_target())
+
+
+@needs_kernels
+def test_ids_that_the_target_does_not_have_are_refused() -> None:
+    file = head_file(head_config(draft_vocab_size=len(DRAFT_IDS)))
+    for bad in (VOCABULARY, -1):
+        ids_with_one_bad = DRAFT_IDS.index_fill(0, torch.tensor([4]), bad)
+        with pytest.raises(ModelError, match="out of its range"):
+            NativeHead(dataclasses.replace(file, token_ids=ids_with_one_bad), target=native_target())
+
+
+@needs_kernels
+@pytest.mark.parametrize(("field", "value"), [("tokens", VOCABULARY), ("tokens", -1), ("write_slots", 12 * 4)])
+def test_indices_out_of_range_are_refused(field: str, value: int) -> None:
+    head, tokens, batch = (
+        NativeHead(head_file(head_config()), target=native_target()),
+        ids(4),
+        make_batch([(4, 4, [0])], page_size=4),
+    )
+    (tokens if field == "tokens" else batch.write_slots)[2] = value
+    with pytest.raises(ModelError, match="out of its range"):
+        head.forward(tokens, normal(4, 40), batch, paged(head), own=False)
+
+
+@needs_kernels
+@pytest.mark.parametrize("features", ["last", "aux"])
+def test_states_of_another_width_are_refused(features: str) -> None:
+    head = NativeHead(head_file(head_config(features=features)), target=native_target())
+    for width, own in ((39, False), (39, True), (120, True), (120, features == "aux" and True)):
+        with pytest.raises(AssertionError):
+            head.forward(ids(4), normal(4, width), make_batch([(4, 4, [0])], page_size=4), paged(head), own=own)
+
+
+@needs_kernels
+def test_an_empty_batch() -> None:
+    head = NativeHead(head_file(head_config(**AWKWARD)), target=native_target())
+    batch = make_batch([(0, 4, [0])], page_size=4)
+    m, fed = head.forward(ids(0), torch.empty(0, 120), batch, paged(head), own=False)
+    assert (m.shape, fed.shape, head.logits(m).shape) == ((0, 40), (0, 40), (0, VOCABULARY))
+
+
+# Files ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("overrides", [{}, AWKWARD, dict.fromkeys(NORMS, False)], ids=["plain", "awkward", "eagle"])
+def test_a_head_survives_its_file(overrides: dict[str, Any], tmp_path: Path) -> None:
+    rope = dataclasses.replace(LLAMA3_ROPE, freq_factors=(1.0,) * 7 + (8.0,))
+    file = head_file(head_config(rope=rope, **overrides))
+    target = {"name": "tiny", "hidden_size": 40, "vocab_size": VOCABULARY, "num_layers": 3}
+    write_head(tmp_path / "h", file.config, file.weights, token_ids=file.token_ids, target=target)
+    found = read_head(tmp_path / "h")
+    assert (found.config, found.target) == (file.config, target)
+    assert found.weights.keys() == file.weights.keys()
+    for name, tensor in file.weights.items():
+        assert torch.equal(found.weights[name], tensor.bfloat16()), name
+    if file.token_ids is None:
+        assert found.token_ids is None
+    else:
+        assert found.token_ids is not None
+        assert torch.equal(found.token_ids, file.token_ids)
+
+
+def damage(folder: Path, name: str, value: Any) -> None:
+    """One value of config.json, or one tensor, is another, or gone."""
+    if name in (tensors := load_file(folder / "model.safetensors")) or isinstance(value, torch.Tensor):
+        kept = {k: t for k, t in tensors.items() if k != name} | ({} if value is None else {name: value})
+        save_file(kept, folder / "model.safetensors")
+        return
+    data = orjson.loads((folder / "config.json").read_bytes()) | {name: value}
+    (folder / "config.json").write_bytes(orjson.dumps({k: v for k, v in data.items() if v is not None}))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "named"),
+    [
+        ("specd_head", 2, "specd_head"),
+        ("head_dim", None, "no head_dim"),
+        ("colour", "red", "no colour"),
+        ("concat", "sideways", "concat is 'sideways'"),
+        ("num_heads", 0, "num_heads is 0"),
+        ("output_norm", False, "norm.weight"),
+        ("enorm.weight", None, r"enorm.weight is None"),
+        ("eh_proj.weight", torch.zeros(40, 40), r"eh_proj.weight is \(40, 40\)"),
+        ("extra.weight", torch.zeros(4), "extra.weight"),
+        ("d2t", None, "d2t"),
+        ("d2t", torch.full((19,), 90), "ascending ids below 97"),
+        ("d2t", -torch.arange(19), "ascending ids"),
+        ("d2t", torch.arange(20), "19 ascending ids"),
+    ],
+)
+def test_damaged_files_are_refused_by_name(name: str, value: Any, named: str, tmp_path: Path) -> None:
+    file = head_file(head_config(draft_vocab_size=len(DRAFT_IDS)))
+    write_head(tmp_path, file.config, file.weights, token_ids=file.token_ids, target={})
+    damage(tmp_path, name, value)
+    with pytest.raises(ModelError, match=named):
+        read_head(tmp_path)
+
+
+def test_no_file_at_all(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="not a head's folder"):
+        read_head(tmp_path)

@@ -1,0 +1,276 @@
+"""Engines whose drafter is a real MTP head: plain output, whatever K, refill mode, batch, chunk or prefix hit.
+
+The target's layers say little, so that its next token is nearly a function of the last one; the head is made to say
+that function, and a little noise makes it wrong now and then.
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from specd.assembly import Parts
+from specd.attention.torch_attention import TorchAttention
+from specd.drafters.mtp import HeadModel, MtpDrafter
+from specd.drafters.registry import mtp_drafter, parse_draft
+from specd.engine import Engine
+from specd.errors import DraftError
+from specd.kv import PagedKV
+from specd.models.heads import Head, HeadConfig, HeadFile, head_shapes, write_head
+from specd.models.llama import Llama
+from specd.models.native import NativeLlama, TensorSource
+from specd.models.native_head import NativeHead
+from specd.models.registry import LoadedModel
+from specd.step import RefillMode
+from tests.engines import NATIVE_CONFIG, VOCAB, after_each_step, ask, collect, devices, generate, make_parts, running
+from tests.native import LEVELS
+from tests.test_identity import PROMPTS
+from tests.tiny import CPU, make_batch, make_kv, tiny_llama, tiny_weights
+
+OUTPUT = 18
+CONFIG = NATIVE_CONFIG
+TIGHT: dict[str, Any] = {"num_slots": 80, "max_len": 64, "max_running": 5, "max_tokens": 16}
+KERNELS = ["torch", *(("native",) if LEVELS else ())]
+Target = Llama | NativeLlama
+
+
+@functools.cache
+def weights() -> dict[str, torch.Tensor]:
+    quiet = ("o_proj.weight", "down_proj.weight")
+    return {k: v * 0.03 if k.endswith(quiet) else v for k, v in tiny_weights(CONFIG).items()}
+
+
+@functools.cache
+def target_of(kernels: str) -> Target:
+    if kernels == "torch":
+        return tiny_llama(config=CONFIG, weights=weights())
+    return NativeLlama(CONFIG, TensorSource(weights()), activations="fast", quantize="q8_0")
+
+
+def head_file(**changes: Any) -> HeadFile:
+    """norm(embedding), the state almost unread."""
+    fields: dict[str, Any] = {"draft_vocab_size": 80} | changes
+    config = HeadConfig(
+        hidden_size=CONFIG.hidden_size,
+        intermediate_size=96,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        rms_norm_eps=CONFIG.rms_norm_eps,
+        rope=CONFIG.rope,
+        max_position=512,
+        vocab_size=VOCAB,
+        **fields,
+    )
+    generator = torch.Generator().manual_seed(2)
+    tensors = {n: 0.03 * torch.randn(s, generator=generator) for n, s in head_shapes(config).items()}
+    for name, shape in head_shapes(config).items():
+        if "norm" in name:
+            tensors[name] = torch.ones(shape)
+    size = config.hidden_size
+    tensors["eh_proj.weight"][:, :size] += torch.eye(size)
+    if config.output_norm:
+        tensors["norm.weight"] = weights()["model.norm.weight"]
+    ids = None if config.draft_vocab_size is None else torch.arange(VOCAB - config.draft_vocab_size, VOCAB)
+    return HeadFile(config, tensors, ids, {})
+
+
+def head_of(kernels: str, file: HeadFile) -> HeadModel:
+    target = target_of(kernels)
+    if isinstance(target, NativeLlama):
+        return NativeHead(file, target=target)
+    plain = target_of("torch")
+    assert isinstance(plain, Llama)
+    return Head(
+        file, embedding=plain.embedding, lm_head=plain.head, attention=TorchAttention(), dtype=torch.float32, device=CPU
+    )
+
+
+def drafter_of(kernels: str, mode: RefillMode = RefillMode.PADDED, **changes: Any) -> MtpDrafter:
+    return MtpDrafter(head_of(kernels, head_file(**changes)), name="mtp:test", max_depth=8, refill_mode=mode)
+
+
+def parts_of(kernels: str, drafter: MtpDrafter | None, **changes: Any) -> Parts:
+    return make_parts(target=target_of(kernels), drafter=drafter, **(TIGHT | {"draft_len": 3} | changes))
+
+
+def requests(output: int = OUTPUT) -> list[Any]:
+    return [
+        ask(name, prompt, max_tokens=output, temperature=(0.0, 0.5)[i % 2], seed=i)
+        for i, (name, prompt) in enumerate(PROMPTS.items())
+    ]
+
+
+_plain: dict[str, dict[str, list[int]]] = {}
+
+
+async def plain(kernels: str) -> dict[str, list[int]]:
+    if kernels not in _plain:
+        found = {}
+        for request in requests():
+            async with running(make_parts(target=target_of(kernels))) as engine:
+                (result,) = await collect(engine, request)
+            found[request.request_id] = result.tokens
+        _plain[kernels] = found
+    return _plain[kernels]
+
+
+async def check(engine: Engine, kernels: str) -> None:
+    want = await plain(kernels)
+    first, *others = requests()
+    results = await generate(engine, [first]) | await generate(engine, others)
+    for name, (result,) in results.items():
+        assert result.tokens == want[name], name
+    stats = engine.stats()
+    assert 0.2 < sum(stats.accepted_tokens.values()) / sum(stats.draft_tokens.values()) < 1
+
+
+@pytest.mark.parametrize("mode", list(RefillMode))
+@pytest.mark.parametrize("draft_len", [1, 2, 3, 4, 5, "adaptive"])
+@pytest.mark.parametrize("kernels", KERNELS)
+async def test_matrix(kernels: str, draft_len: int | str, mode: RefillMode) -> None:
+    """Greedy and seeded, alone and mixed: chunked prefill, prefix hits, preemption."""
+    async with running(parts_of(kernels, drafter_of(kernels, mode), draft_len=draft_len)) as engine:
+        await check(engine, kernels)
+        stats = engine.stats()
+    assert stats.cached_tokens > 0
+    assert stats.preemptions > 0
+
+
+@pytest.mark.parametrize("layout", ["paired", "stages", "chaos-single", "chaos-paired", "chaos-stages"])
+@pytest.mark.parametrize("draft_len", [1, 3])
+@pytest.mark.parametrize("kernels", KERNELS)
+async def test_layouts(kernels: str, draft_len: int, layout: str) -> None:
+    drafter = drafter_of(kernels)
+    async with running(parts_of(kernels, drafter, draft_len=draft_len, device=devices(layout, seed=1))) as engine:
+        await check(engine, kernels)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"feedback": "pre_norm", "draft_vocab_size": None},
+        {"input_norm": False, "hidden_norm": False},
+        {"fusion_bias": True, "attention_bias": True},
+    ],
+)
+@pytest.mark.parametrize("kernels", KERNELS)
+async def test_other_heads(kernels: str, changes: dict[str, Any]) -> None:
+    async with running(parts_of(kernels, drafter_of(kernels, **changes))) as engine:
+        await check(engine, kernels)
+
+
+def states_of(target: Target, tokens: list[int]) -> torch.Tensor:
+    """The target's states of all tokens, computed anew."""
+    kv = make_kv(target, num_pages=8)  # type: ignore[arg-type]
+    with torch.inference_mode():
+        hidden, _ = target.forward(torch.tensor(tokens), make_batch([(len(tokens), len(tokens), list(range(8)))]), kv)
+    return hidden
+
+
+def pairs_of(head: HeadModel, target: Target, tokens: list[int], count: int) -> torch.Tensor:
+    """The head's keys and values [count, 2, heads, D] of the first pairs of a sequence, in a run of its own."""
+    shape = head.shape
+    kv = PagedKV(
+        num_layers=1,
+        num_pages=8,
+        page_size=16,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        dtype=torch.float32,
+        device=CPU,
+    )
+    with torch.inference_mode():
+        states = states_of(target, tokens)[:count]
+        batch = make_batch([(count, count, list(range(8)))])
+        head.forward(torch.tensor(tokens[1 : count + 1]), states, batch, kv, own=False)
+    return kv.layers[0].transpose(1, 2).flatten(0, 1)[:count]
+
+
+@pytest.mark.parametrize("mode", list(RefillMode))
+@pytest.mark.parametrize("kernels", KERNELS)
+async def test_slots_below_the_mark_hold_the_uncached_pairs(
+    kernels: str, mode: RefillMode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also after prefix hits that part at a block's border: its last pair has another token after it."""
+    drafter = drafter_of(kernels, mode)
+    parts = parts_of(kernels, drafter)
+    head, target, seen = drafter._head, target_of(kernels), 0
+
+    def compare() -> None:
+        nonlocal seen
+        for sequence in parts.scheduler.running:
+            count = min(sequence.drafter_len, len(sequence.tokens) - 1)
+            if count < 1:
+                continue
+            slots = torch.tensor([sequence.pages[i // 16] * 16 + i % 16 for i in range(count)])
+            held = drafter.kv.layers[0].transpose(1, 2).flatten(0, 1)[slots]
+            expected = pairs_of(head, target, list(sequence.tokens), count)
+            if kernels == "native":
+                assert torch.equal(held, expected), sequence.tokens
+            else:
+                torch.testing.assert_close(held, expected, atol=1e-4, rtol=1e-4)
+            seen += count
+
+    after_each_step(monkeypatch, parts, compare)
+    block = list(PROMPTS["family"][:16])
+    border = [ask("one", [*block, 40, 41], max_tokens=6), ask("two", [*block, 50, 51], max_tokens=6)]
+    async with running(parts) as engine:
+        await generate(engine, border[:1])
+        await generate(engine, border[1:])
+        await check(engine, kernels)
+    assert seen > 1000
+
+
+async def test_nothing_waits_between_accept_and_refill() -> None:
+    """K = 1, PADDED: the refill is launched before anyone has seen the report, and the next schedule runs beside it."""
+    parts = parts_of("torch", drafter_of("torch"), draft_len=1, device=devices("paired"), max_tokens=64)
+    order: list[str] = []
+    refill, apply = parts.refill, parts.scheduler.apply
+    assert refill is not None
+    launch = refill.launch_padded
+
+    def launch_padded(*args: Any) -> Any:
+        order.append("refill")
+        return launch(*args)
+
+    def applied(*args: Any) -> Any:
+        order.append("commit")
+        return apply(*args)
+
+    refill.launch_padded = launch_padded  # type: ignore[method-assign]
+    parts.scheduler.apply = applied  # type: ignore[method-assign]
+    async with running(parts) as engine:
+        await generate(engine, [ask("a", PROMPTS["long"], max_tokens=40)])
+    assert order[: 2 * (len(order) // 2)] == ["refill", "commit"] * (len(order) // 2)
+    assert len(order) > 20
+
+
+def test_heads_of_other_targets_are_refused(tmp_path: Path) -> None:
+    loaded = loaded_target()
+    file = head_file()
+    for name, target in (("layers", {"num_layers": 3}), ("good", {"num_layers": 2})):
+        write_head(tmp_path / name, file.config, file.weights, token_ids=file.token_ids, target=target)
+    assert mtp_drafter(loaded, tmp_path / "good").traits.shifted
+    with pytest.raises(DraftError, match="number of layers is 3; that of tiny is 2"):
+        mtp_drafter(loaded, tmp_path / "layers")
+    with pytest.raises(DraftError, match="builtin"):
+        parse_draft("mtp:builtin")
+    assert parse_draft("mtp:some/folder").name == "mtp:some/folder"
+
+
+def loaded_target() -> LoadedModel:
+    return LoadedModel(
+        model=target_of("torch"),
+        config=CONFIG,
+        path=Path("tiny"),
+        name="tiny",
+        generation_defaults={},
+        eos_ids=(0,),
+        bos_id=None,
+        weight_bytes=0,
+    )

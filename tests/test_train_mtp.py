@@ -1,0 +1,212 @@
+"""Training runs on tiny targets: batches, figures, resuming, and that a head learns."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import orjson
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from specd.cli import main
+from specd.errors import ConfigError
+from specd.models.heads import read_head
+from specd.train.batches import draft_vocabulary, epoch_batches, follows, make_batch, sequences
+from specd.train.head import HeadInputs, TrainableHead, balance, initial_weights
+from specd.train.mtp import MtpSettings, head_config, train
+from specd.train.run import Figures, Vocabulary, add_figures, run_passes
+from specd.train.shards import Collected, read_shards
+from specd.train.target import read_frozen
+from tests.training import random_texts, tiny_shards
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    texts = random_texts(160, vocab_size=97, longest=40)
+    return tiny_shards(tmp_path_factory.mktemp("training"), texts, shard_tokens=1024)
+
+
+@pytest.fixture
+def settings(places: tuple[Path, Path], tmp_path: Path) -> MtpSettings:
+    return MtpSettings(
+        *places, tmp_path / "run", draft_vocab=60, steps=2, epochs=2, batch_tokens=256, warmup=4, lr=2e-3, eval_every=5
+    )
+
+
+@pytest.fixture
+def data(places: tuple[Path, Path]) -> Collected:
+    return read_shards(places[1])
+
+
+def test_an_epoch_is_every_sequence_once_and_another_order_each_time(data: Collected) -> None:
+    chosen = sequences(data, held_out=False)
+    assert not set(chosen) & set(sequences(data, held_out=True))
+    first, again, second = (epoch_batches(data, chosen, 256, seed=0, epoch=epoch) for epoch in (0, 0, 1))
+    assert first == again != second
+    for batches in (first, second):
+        assert sorted(s for batch in batches for s in batch) == chosen
+        assert all(int(data.lens[batch].max()) * len(batch) <= 256 for batch in batches)
+    padded = sum(int(data.lens[batch].max()) * len(batch) for batch in first)
+    assert padded < 1.25 * int(data.lens[chosen].sum())
+
+
+def test_a_batch_learns_the_written_tokens_alone(data: Collected) -> None:
+    chosen = sequences(data, held_out=False)[:5]
+    batch = make_batch(data, chosen, passes=3, learned=follows(data))
+    wanted = []
+    for row, sequence in enumerate(chosen):
+        start, size = int(data.starts[sequence]), int(data.lens[sequence])
+        wanted += [(row, at) for at in range(1, size - 1) if data.written[start + at + 1]]
+    assert list(zip(batch.row.tolist(), batch.at.tolist(), strict=True)) == wanted
+    for index, (row, at) in enumerate(wanted):
+        place = int(data.starts[chosen[row]]) + at
+        assert batch.following[index] == data.ids[place + 1] == batch.tokens[row, at + 1]
+        assert batch.best[index] == data.best[place]
+        assert torch.equal(batch.teacher[index], data.hidden[place].float())
+        assert batch.valid[:, index].tolist() == [at >= 1, at >= 2, at >= 3]
+
+
+def test_draft_vocabulary_is_the_most_frequent_of_what_is_trained_on(data: Collected) -> None:
+    ids, coverage = draft_vocabulary(data, 60, 97)
+    counts = [0] * 97
+    for sequence in sequences(data, held_out=False):
+        start, size = int(data.starts[sequence]), int(data.lens[sequence])
+        for at in range(size - 1):
+            if data.written[start + at + 1]:
+                counts[int(data.best[start + at])] += 1
+                counts[int(data.ids[start + at + 1])] += 1
+    assert ids.tolist() == sorted(ids.tolist())
+    assert min(counts[i] for i in ids.tolist()) >= max(c for i, c in enumerate(counts) if i not in ids.tolist())
+    assert coverage == pytest.approx(sum(counts[i] for i in ids.tolist()) / sum(counts))
+
+
+def test_figures_are_those_of_a_loop_over_origins(settings: MtpSettings, data: Collected) -> None:
+    target = read_frozen(settings.model)
+    token_ids, _ = draft_vocabulary(data, 90, 97)
+    vocabulary = Vocabulary.of(target.lm_head, token_ids)
+    config = head_config(settings, target, "last")
+    chosen = sequences(data, held_out=True)[:6]
+    batch = make_batch(data, chosen, passes=3, learned=follows(data))
+    usual = torch.arange(len(batch.at)) % 7 > 0
+    batch.following[usual] = batch.best[usual]  # random text hardly ever takes the target's argmax
+    sample = HeadInputs(batch.tokens[:, 1 : 1 + batch.features.shape[1]], batch.features, target.embedding)
+    head = TrainableHead(config, balance(config, initial_weights(config, target, 0), sample), target.embedding)
+    with torch.no_grad():
+        out = run_passes(head, batch, passes=3)
+        usual = torch.arange(len(batch.at)) % 5 > 0
+        out[:, usual] = batch.teacher[usual]  # a head that is mostly right, so that chains go on
+        figures = Figures.empty(3)
+        add_figures(figures, out, batch, vocabulary)
+        p, q = ((x @ target.lm_head.T).softmax(-1) for x in (batch.teacher, out))
+        q = torch.zeros_like(q).index_copy_(-1, token_ids, (out @ vocabulary.rows.T).softmax(-1))
+    place = {(int(r), int(a)): i for i, (r, a) in enumerate(zip(batch.row, batch.at, strict=True))}
+    reached, agreed = [0, 0, 0], [0, 0, 0]
+    for (row, at), index in place.items():
+        for j in range(3):
+            chain = [place.get((row, at - j + earlier)) for earlier in range(j)]
+            if not batch.valid[j, index] or any(
+                i is None or q[e, i].argmax() != batch.best[i] or batch.best[i] != batch.following[i]
+                for e, i in enumerate(chain)
+            ):
+                continue
+            reached[j] += 1
+            agreed[j] += int(q[j, index].argmax() == batch.best[index])
+    assert figures.reached.tolist() == reached
+    assert figures.agreed.tolist() == agreed
+    assert 0 < agreed[2] < reached[2]
+    overlap = (torch.minimum(p, q).sum(-1) * batch.valid).sum(-1) / batch.valid.sum(-1)
+    assert figures.report()["overlap"] == pytest.approx(overlap.tolist(), abs=1e-3)
+
+
+def test_a_run_that_is_taken_up_again_is_the_same_bit_for_bit(settings: MtpSettings, tmp_path: Path) -> None:
+    settings = dataclasses.replace(settings, noise=0.1, accumulate=2, feature_weight=0.1)
+    whole = train(settings)
+    parts = dataclasses.replace(settings, output=tmp_path / "parts")
+    for stop in (5, 9, 0):  # 9: an evaluation of its own, not one of every fifth step
+        figures = train(dataclasses.replace(parts, stop_after=stop))
+    assert figures["held_out"] == whole["held_out"]
+    one, other = (load_file(s.output / "checkpoint.safetensors") for s in (settings, parts))
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    changed = load_file(train_other(parts, tmp_path) / "checkpoint.safetensors")
+    assert not torch.equal(changed["weight.eh_proj.weight"], one["weight.eh_proj.weight"])
+
+
+def train_other(settings: MtpSettings, tmp_path: Path) -> Path:
+    """The control: another seed gives other weights."""
+    other = dataclasses.replace(settings, seed=1, output=tmp_path / "other")
+    train(other)
+    return other.output
+
+
+def test_a_checkpoint_of_other_settings_is_refused(settings: MtpSettings) -> None:
+    train(dataclasses.replace(settings, stop_after=1))
+    with pytest.raises(ConfigError, match=r"was made with lr 0\.002, not 0\.001"):
+        train(dataclasses.replace(settings, lr=1e-3))
+
+
+def test_accumulated_batches_are_one_large_batch(settings: MtpSettings, data: Collected, tmp_path: Path) -> None:
+    # As many forwards as an epoch has: the same sequences in one step, however they are cut.
+    weights = []
+    for name, tokens in (("large", 2000), ("small", 300)):
+        each = dataclasses.replace(
+            settings, batch_tokens=tokens, accumulate=1000, stop_after=1, warmup=0, epochs=1, output=tmp_path / name
+        )
+        chosen = sequences(data, held_out=False)
+        assert (len(epoch_batches(data, chosen, tokens, seed=0, epoch=0)) > 8) == (name == "small")
+        train(each)
+        line = (each.output / "log.jsonl").read_bytes().splitlines()[1]
+        weights.append((orjson.loads(line)["loss"], load_file(each.output / "checkpoint.safetensors")))
+    assert weights[0][0] == pytest.approx(weights[1][0], rel=1e-4)
+    moments = [w["first.eh_proj.weight"] for _, w in weights]
+    torch.testing.assert_close(moments[0], moments[1], rtol=1e-3, atol=1e-6)
+
+
+def test_a_head_learns_far_more_than_chance(settings: MtpSettings) -> None:
+    figures = train(dataclasses.replace(settings, draft_vocab=0, epochs=40, steps=1, eval_every=50, lr=3e-3))
+    learned = figures["held_out"]["top1"][0]
+    assert learned > 0.5
+    head = read_head(settings.output / "head")
+    assert head.target["name"] == "model"
+    provenance = orjson.loads((settings.output / "head" / "provenance.json").read_bytes())
+    assert provenance["figures"] == figures
+    first = orjson.loads((settings.output / "log.jsonl").read_bytes().splitlines()[0])
+    assert first["held_out"]["top1"][0] < learned / 3  # the control: what it started with; chance is a hundredth
+
+
+def test_shards_of_another_target_are_refused(settings: MtpSettings, tmp_path: Path) -> None:
+    other, _ = tiny_shards(tmp_path, random_texts(4, vocab_size=97, seed=3))
+    (other / "model.safetensors").write_bytes((other / "model.safetensors").read_bytes() + b" ")
+    with pytest.raises(ConfigError, match="were collected from model, not from"):
+        train(dataclasses.replace(settings, model=other))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--lr", "0"], "--lr 0.0: must be above 0"),
+        (["--steps", "0"], "--steps 0: must be at least 1"),
+        (["--draft-vocab", "98"], "--draft-vocab 98: model has 97 tokens"),
+        (["--shards", "/nonexistent"], "/nonexistent: holds no shards"),
+    ],
+)
+def test_wrong_options_are_named(
+    settings: MtpSettings, capsys: pytest.CaptureFixture[str], options: list[str], message: str
+) -> None:
+    words = ["train", "mtp", str(settings.model), "--shards", str(settings.shards), "-o", str(settings.output)]
+    assert main([*words, *options]) == 78
+    assert message in capsys.readouterr().err
+
+
+def test_the_commands_collect_and_train(
+    settings: MtpSettings, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    corpus, shards, output = settings.model.parent / "corpus.safetensors", tmp_path / "shards", tmp_path / "run"
+    assert main(["train", "collect", str(settings.model), "--corpus", str(corpus), "-o", str(shards)]) == 0
+    words = ["train", "mtp", str(settings.model), "--shards", str(shards), "-o", str(output), "--stop-after", "2"]
+    assert main([*words, "--without", "input_norm", "--feedback", "pre_norm"]) == 0
+    assert "drafts kept of 3" in capsys.readouterr().out
+    config = read_head(output / "head").config
+    assert (config.input_norm, config.feedback) == (False, "pre_norm")

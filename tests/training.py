@@ -1,0 +1,66 @@
+"""Tiny targets and corpora for the tests of training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+
+from specd.models.registry import KernelChoice
+from specd.train.collect import CollectSettings, collect
+from specd.train.corpus import Text
+from tests.tiny import tiny_config, tiny_weights, write_hf_folder
+
+TORCH = KernelChoice("torch")
+
+
+def random_texts(count: int, *, vocab_size: int, shortest: int = 8, longest: int = 24, seed: int = 0) -> list[Text]:
+    """Given for the first three tokens, then an answer; every fourth held out."""
+    generator = np.random.default_rng(seed)
+    texts = []
+    for index in range(count):
+        size = int(generator.integers(shortest, longest + 1))
+        ids = generator.integers(0, vocab_size, size).astype(np.int32)
+        texts.append(Text(ids, np.where(np.arange(size) < 3, 0, 2).astype(np.uint8), index % 4 == 0))
+    return texts
+
+
+def write_corpus(path: Path, texts: list[Text], *, held_out: bool = True) -> Path:
+    tensors = {
+        "ids": torch.from_numpy(np.concatenate([text.ids for text in texts])),
+        "role": torch.from_numpy(np.concatenate([text.role for text in texts])),
+        "lens": torch.tensor([len(text.ids) for text in texts], dtype=torch.int32),
+    }
+    if held_out:
+        tensors["held_out"] = torch.tensor([text.held_out for text in texts], dtype=torch.uint8)
+    save_file(tensors, path)
+    return path
+
+
+def nearly_bigram(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Large embeddings, small layers: the next token is almost a function of the last, and so easily learned."""
+    scales = {"embed_tokens": 20.0, "lm_head": 4.0, "o_proj": 0.2, "down_proj": 0.2}
+    return {name: weight * scales.get(name.split(".")[-2], 1.0) for name, weight in weights.items()}
+
+
+def tiny_shards(
+    folder: Path, texts: list[Text], *, features: str = "last", shard_tokens: int = 512
+) -> tuple[Path, Path]:
+    """A tiny target's folder and its shards of these texts."""
+    config = tiny_config(num_layers=6)
+    model = write_hf_folder(folder / "model", config=config, weights=nearly_bigram(tiny_weights(config)))
+    corpus = write_corpus(folder / "corpus.safetensors", texts)
+    assert features in ("last", "aux")
+    settings = CollectSettings(
+        model,
+        corpus,
+        folder / "shards",
+        features="aux" if features == "aux" else "last",
+        shard_tokens=shard_tokens,
+        batch_tokens=100,
+        kernels=TORCH,
+    )
+    collect(settings)
+    return model, folder / "shards"
