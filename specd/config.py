@@ -161,7 +161,8 @@ class SpeculationConfig:
 
     draft: str = option(
         "auto",
-        "auto (the best one for the model), none, ngram, layers:N (the target's first N layers) or lm:MODEL.",
+        "auto (the best one for the model), none, ngram, layers:N (the target's first N layers), lm:MODEL or "
+        "mtp:FOLDER (a head of `specd train mtp`).",
         flag="--draft",
     )
     draft_len: int | str = option(
