@@ -5,8 +5,8 @@
 
 Three parts, all with m = 1, 2, 4, 8 and 16 rows: one projection of 64 MB in each format, fast and exact; the default
 model's whole step (forward and logits) with 256 tokens of context; its parts. The bandwidth is that of a plain read of
-64 MB by the same threads, and is measured again in each round, since neighbours on the machine change it. Medians over
-rounds. Bytes of a step: every weight once, and the keys and values of the context once. Writes
+as many bytes by the same threads, and is measured again in each round, since neighbours on the machine change it.
+Medians over rounds. Bytes of a step: every weight once, and the keys and values of the context once. Writes
 benchmarks/results/roofline.json.
 """
 
@@ -208,7 +208,8 @@ def run(args: argparse.Namespace) -> None:
         file = GgufFile(resolve(args.model))
         calls, sizes = step_parts(NativeLlama(file.config, file, activations=mode))
         for part in calls:
-            add(part, mode, measure(calls[part], sizes[part], bandwidth, args.rounds))
+            own = Bandwidth(library, threads, sizes[part][1])  # caches hold more of a smaller part
+            add(part, mode, measure(calls[part], sizes[part], own, args.rounds))
         for kind in FORMATS:
             some, size = projection(library, kind, mode, threads, num_bytes)
             add(str(kind.name), mode, measure(some, dict.fromkeys(ROWS, size), bandwidth, args.rounds))
