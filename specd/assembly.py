@@ -15,17 +15,26 @@ from specd.attention.torch_attention import TorchAttention
 from specd.config import Config, memory_bytes
 from specd.device import Device, cpu_device
 from specd.drafters.base import Drafter
-from specd.drafters.registry import DraftChoice, layers_drafter, lm_drafter, mtp_drafter, parse_draft
+from specd.drafters.registry import (
+    DraftChoice,
+    borrowing_drafter,
+    layers_drafter,
+    lm_drafter,
+    mtp_drafter,
+    parse_draft,
+    settle,
+)
 from specd.errors import ConfigError, DraftError
-from specd.kv import PagedFeatures, PagedKV
-from specd.models.base import Model
+from specd.kv import PagedFeatures
+from specd.models.base import Model, kv_slot_bytes, make_kv
+from specd.models.borrowed import is_borrowing
 from specd.models.fetch import resolve
 from specd.models.gguf import read_metadata
 from specd.models.registry import KernelChoice, LoadedModel, load_target
 from specd.pages import PagePool
 from specd.pipeline.accept import AcceptStage
 from specd.pipeline.counters import Counters
-from specd.pipeline.draft import DraftStage
+from specd.pipeline.draft import DraftRule, DraftStage
 from specd.pipeline.draft_length import AdaptiveLength, DraftLength, FixedLength
 from specd.pipeline.refill import RefillStage
 from specd.pipeline.schedule import Limits, Scheduler
@@ -79,6 +88,7 @@ def _assemble(config: Config, choice: DraftChoice, device: Device) -> Parts:
     target, tokenizer = _load(config.model.path, config.model.revision, config, device)
     if config.model.chat_template:
         tokenizer.chat_template = _read_template(Path(config.model.chat_template))
+    choice = settle(choice, target, Path(config.model.path).name)
     drafter = _drafter(choice, config, target, tokenizer, device)
     return build(config, choice, target=target, tokenizer=tokenizer, drafter=drafter, device=device)
 
@@ -96,7 +106,7 @@ def build(
     max_len = _max_len(config, target)
     max_draft = _max_draft(config, choice)
     pool = _pool(config, target, drafter, max_len)
-    kv = _target_kv(config, target, pool)
+    kv = make_kv(target.model, num_pages=pool.num_pages, page_size=pool.page_size, dtype=kv_dtype(config, target.model))
     features = None
     if drafter is not None:
         if drafter.traits.topology is not Topology.CHAIN:
@@ -109,6 +119,7 @@ def build(
         typical_threshold=config.speculation.typical_threshold,
         typical_alpha=config.speculation.typical_alpha,
     )
+    rule = DraftRule(config.speculation.acceptance, argmax=config.speculation.draft_sampling == "greedy")
     traits = None if drafter is None else drafter.traits
     scheduler = Scheduler(
         pool=pool,
@@ -128,19 +139,14 @@ def build(
         tokenizer=tokenizer,
         device=device,
         scheduler=scheduler,
-        draft=DraftStage(
-            drafter,
-            device,
-            rule=config.speculation.acceptance,
-            argmax=config.speculation.draft_sampling == "greedy",
-        ),
+        draft=DraftStage(drafter, device, rule=rule),
         verify=VerifyStage(
             target.model, kv, device, features=features, wanted=None if traits is None else traits.features
         ),
         accept=AcceptStage(device, rule=config.speculation.acceptance, settings=settings),
-        refill=None if drafter is None else RefillStage(drafter, device, features=features),
+        refill=None if drafter is None else RefillStage(drafter, device, features=features, rule=rule),
         drafter=drafter,
-        uses_ngram=choice.kind == "ngram",
+        uses_ngram=choice.uses_ngram,
     )
 
 
@@ -170,6 +176,8 @@ def _drafter(
         return layers_drafter(target, int(choice.argument))
     if choice.kind == "mtp":
         return mtp_drafter(target, Path(choice.argument))
+    if choice.kind == "lm" and is_borrowing(Path(choice.argument)):
+        return borrowing_drafter(target, Path(choice.argument))
     if choice.kind == "lm":
         name, at, revision = choice.argument.rpartition("@")
         if not at or Path(choice.argument).exists():
@@ -207,8 +215,7 @@ def kv_dtype(config: Config, target: Model) -> torch.dtype:
 
 def page_bytes(target: Model, drafter: Drafter | None, page_size: int, dtype: torch.dtype) -> int:
     """Memory of one page: the target's KV, which is of `dtype`, and the drafter's KV and the features it reads."""
-    shape = target.shape
-    slot = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * dtype.itemsize
+    slot = kv_slot_bytes(target, dtype)
     if drafter is None:
         return slot * page_size
     features = _feature_width(target, drafter) * target.dtype.itemsize
@@ -217,7 +224,7 @@ def page_bytes(target: Model, drafter: Drafter | None, page_size: int, dtype: to
 
 def _feature_width(target: Model, drafter: Drafter) -> int:
     """Values a token that the target leaves for a head to read."""
-    return target.shape.hidden_size * {None: 0, "last": 1, "aux": 3}[drafter.traits.features]
+    return target.shape.hidden_size * {None: 0, "last": 1, "pre": 1, "aux": 3}[drafter.traits.features]
 
 
 def _ram_bytes() -> int:
@@ -247,19 +254,6 @@ def _pool(config: Config, target: LoadedModel, drafter: Drafter | None, max_len:
             f"needs {each} pages ({each * cost} bytes): raise kv.memory or lower model.max_len"
         )
     return PagePool(num_pages=num_pages, page_size=size, prefix_cache=config.kv.prefix_cache)
-
-
-def _target_kv(config: Config, target: LoadedModel, pool: PagePool) -> PagedKV:
-    shape = target.model.shape
-    return PagedKV(
-        num_layers=shape.num_layers,
-        num_pages=pool.num_pages,
-        page_size=pool.page_size,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        dtype=kv_dtype(config, target.model),
-        device=target.model.device,
-    )
 
 
 def _features(target: LoadedModel, drafter: Drafter, pool: PagePool) -> PagedFeatures | None:

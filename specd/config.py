@@ -161,8 +161,8 @@ class SpeculationConfig:
 
     draft: str = option(
         "auto",
-        "auto (the best one for the model), none, ngram, layers:N (the target's first N layers), lm:MODEL or "
-        "mtp:FOLDER (a head of `specd train mtp`).",
+        "auto (the best one for the model), none, ngram, layers:N (the target's first N layers), lm:MODEL, "
+        "mtp (the head that comes with specd for the model) or mtp:FOLDER (one of `specd train mtp`).",
         flag="--draft",
     )
     draft_len: int | str = option(
@@ -184,6 +184,9 @@ class SpeculationConfig:
     )
     ngram_min: int = option(2, "Shortest match that the n-gram proposer follows.", unit="tokens", low=1, high=64)
     ngram_max: int = option(5, "Longest match that the n-gram proposer looks for.", unit="tokens", low=1, high=64)
+    ngram_override: int = option(
+        4, "Shortest match that takes the place of a model's drafts (draft = auto).", unit="tokens", low=1, high=64
+    )
     self_check: bool = option(True, "Generate 32 tokens at start and report the drafter's acceptance.")
     threshold: float = option(
         0.3, "acceptance = threshold: least score of the drafts that are kept.", low=0.0, high=1.0

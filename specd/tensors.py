@@ -141,12 +141,38 @@ class BestTokens:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class TopTokens:
+    """The k largest logits of each row, (logit descending, token ascending), and the sum over all of them.
+
+    A token's log-probability is `logprobs` of its logit, wherever that was read: a row's sum is a function of the row.
+    A row with a NaN has NaN in every value.
+    """
+
+    values: torch.Tensor  # f32[R, k]
+    tokens: torch.Tensor  # i64[R, k]
+    lse: torch.Tensor  # f64[R] log(sum of e^logit); not finite where values[:, 0] is not
+
+    @property
+    def best(self) -> BestTokens:
+        return BestTokens(self.values[:, 0], self.tokens[:, 0])
+
+    def rows(self, index: torch.Tensor) -> TopTokens:
+        """index i64[...] of rows -> those rows."""
+        return TopTokens(self.values[index], self.tokens[index], self.lse[index])
+
+    def logprobs(self, logits: torch.Tensor) -> torch.Tensor:
+        """Logits f32[R, N] of the rows -> their log-probabilities, f32[R, N]."""
+        return (logits.double() - self.lse[:, None]).float()
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class TargetOutput:
     """The target's forward. Logits rows: K_b + 1 for each row that emits, none for the others, in row order."""
 
-    logits: torch.Tensor | None  # [R, V], model dtype; None where `best` is all that the batch needs
+    logits: torch.Tensor | None  # [R, V], model dtype; None where `best` (and `top`) is all that the batch needs
     features: torch.Tensor | None = None  # [T, F]
     best: BestTokens | None = None
+    top: TopTokens | None = None  # where log-probabilities are asked for too
 
     def all_logits(self) -> torch.Tensor:
         """Raises ValueError when only the best ones were computed."""
@@ -173,8 +199,18 @@ class Acceptance:
 class DraftState:
     """What a drafter's forward gives and the next draft starts from. Its copy by slot is the carry."""
 
-    logits: torch.Tensor  # [B, V] (Medusa: [B, M, V]); [S, V] in the carry
+    best: torch.Tensor  # i64[B] the most likely token; [S] in the carry
+    logits: torch.Tensor | None = None  # f32[B, V]; [S, V] in the carry. None: no row draws from a distribution
     hidden: torch.Tensor | None = None  # [B, H]; [S, H] in the carry
+
+    @classmethod
+    def of(cls, logits: torch.Tensor, hidden: torch.Tensor | None = None) -> DraftState:
+        return cls(logits.argmax(-1), logits, hidden)
+
+    def rows(self, index: torch.Tensor) -> DraftState:
+        """index i64[B]"""
+        logits, hidden = (None if part is None else part[index] for part in (self.logits, self.hidden))
+        return DraftState(self.best[index], logits, hidden)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)

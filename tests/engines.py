@@ -26,7 +26,7 @@ from specd.config import Config, KVConfig, ModelConfig, SchedulerConfig, Specula
 from specd.device import Device, chaos_device, cpu_device, inline_device
 from specd.drafters.base import Drafter
 from specd.drafters.lm import LMDrafter
-from specd.drafters.registry import DraftChoice, parse_draft
+from specd.drafters.registry import DraftChoice, parse_draft, settle
 from specd.engine import Engine
 from specd.models.base import Model
 from specd.models.llama import Llama
@@ -128,6 +128,7 @@ def make_parts(
     eos: tuple[int, ...] = (EOS,),
     mixed: str = "speculate",
     kv_dtype: str = "auto",
+    proposes: bool = False,
     **speculation: Any,
 ) -> Parts:
     """num_slots: KV slots of the pool. `drafter` wins over `draft`, which is a name of `drafter_of`."""
@@ -151,7 +152,7 @@ def make_parts(
         bos_id=None,
         weight_bytes=model.weight_bytes(),
     )
-    choice = DraftChoice("lm", "test") if own is not None else parse_draft(draft)
+    choice = DraftChoice("lm", "test", proposes=proposes) if own is not None else settle(parse_draft(draft), loaded)
     where = devices(device) if isinstance(device, str) else device
     return build(config, choice, target=loaded, tokenizer=tokenizer(), drafter=own, device=where)
 

@@ -14,8 +14,9 @@ import torch
 from specd.drafters.base import Drafter
 from specd.kv import PagedKV
 from specd.models.base import ModelShape
+from specd.sampling.logprobs import top_tokens
 from specd.step import DraftTraits, RefillMode
-from specd.tensors import BatchInfo, BestTokens, DraftState
+from specd.tensors import BatchInfo, BestTokens, DraftState, TopTokens
 
 CPU = torch.device("cpu")
 VOCAB = 97
@@ -126,6 +127,9 @@ class SuccessorModel:
     def best(self, hidden: torch.Tensor) -> BestTokens:
         return BestTokens(*self.logits(hidden).max(-1))
 
+    def top(self, hidden: torch.Tensor, k: int) -> TopTokens:
+        return top_tokens(self.logits(hidden), k)
+
     def weight_bytes(self) -> int:
         return 0
 
@@ -170,7 +174,7 @@ class HeadDrafter:
         self._page_size = 0
 
     def make_carry(self, num_slots: int) -> DraftState:
-        return DraftState(torch.zeros((num_slots, VOCAB)), torch.zeros((num_slots, FEATURES)))
+        return DraftState.of(torch.zeros((num_slots, VOCAB)), torch.zeros((num_slots, FEATURES)))
 
     def kv_bytes_per_page(self, page_size: int) -> int:
         return (FEATURES + 1) * 4 * page_size
@@ -179,13 +183,19 @@ class HeadDrafter:
         self._page_size = page_size
         self._data = torch.full((num_pages, page_size, FEATURES + 1), -1.0)
 
-    def extend(self, tokens: torch.Tensor, state: DraftState, batch: BatchInfo) -> DraftState:
+    def extend(self, tokens: torch.Tensor, state: DraftState, batch: BatchInfo, *, logits: bool) -> DraftState:
         assert state.hidden is not None
         self._write(batch, state.hidden, tokens)
         return self._predict(state.hidden, tokens)
 
     def refill(
-        self, tokens: torch.Tensor, features: torch.Tensor | None, batch: BatchInfo, last_rows: torch.Tensor
+        self,
+        tokens: torch.Tensor,
+        features: torch.Tensor | None,
+        batch: BatchInfo,
+        last_rows: torch.Tensor,
+        *,
+        logits: bool,
     ) -> DraftState:
         assert features is not None
         assert int(tokens.min()) >= 0, "a token that does not exist would be embedded"
@@ -214,7 +224,7 @@ class HeadDrafter:
                 guess = 5 + (guess - 4) % (VOCAB - 5)
             guesses.append(guess)
             states.append([value // _SIDE, value % _SIDE, (position + 1) % _SIDE, guess])
-        return DraftState(logits=one_hot_logits(guesses), hidden=torch.tensor(states).float().reshape(-1, FEATURES))
+        return DraftState.of(one_hot_logits(guesses), torch.tensor(states).float().reshape(-1, FEATURES))
 
 
 class MatrixHead:
@@ -229,7 +239,7 @@ class MatrixHead:
 
     def make_carry(self, num_slots: int) -> DraftState:
         width = self._weight.shape[1]
-        return DraftState(
+        return DraftState.of(
             self._weight.new_zeros((num_slots, self.vocab_size)), self._weight.new_zeros((num_slots, width))
         )
 
@@ -239,19 +249,25 @@ class MatrixHead:
     def allocate(self, *, num_pages: int, page_size: int) -> None:
         return
 
-    def extend(self, tokens: torch.Tensor, state: DraftState, batch: BatchInfo) -> DraftState:
+    def extend(self, tokens: torch.Tensor, state: DraftState, batch: BatchInfo, *, logits: bool) -> DraftState:
         assert state.hidden is not None
         return self._mix(tokens, state.hidden)
 
     def refill(
-        self, tokens: torch.Tensor, features: torch.Tensor | None, batch: BatchInfo, last_rows: torch.Tensor
+        self,
+        tokens: torch.Tensor,
+        features: torch.Tensor | None,
+        batch: BatchInfo,
+        last_rows: torch.Tensor,
+        *,
+        logits: bool,
     ) -> DraftState:
         assert features is not None
         return self._mix(tokens[last_rows], features.float()[last_rows])
 
     def _mix(self, tokens: torch.Tensor, hidden: torch.Tensor) -> DraftState:
         mixed = hidden + self._weight[tokens]
-        return DraftState(mixed @ self._weight.T, mixed)
+        return DraftState.of(mixed @ self._weight.T, mixed)
 
 
 @dataclasses.dataclass(slots=True)
@@ -282,19 +298,25 @@ class FailingDrafter:
     def allocate(self, *, num_pages: int, page_size: int) -> None:
         self._inner.allocate(num_pages=num_pages, page_size=page_size)
 
-    def extend(self, tokens: torch.Tensor, state: DraftState, batch: BatchInfo) -> DraftState:
+    def extend(self, tokens: torch.Tensor, state: DraftState, batch: BatchInfo, *, logits: bool) -> DraftState:
         call, self.num_extends = self.num_extends, self.num_extends + 1
         if call in self._failures.extends:
-            self._inner.extend(torch.full_like(tokens, 3), state, batch)
+            self._inner.extend(torch.full_like(tokens, 3), state, batch, logits=logits)
             raise PoisonError(f"extend {call}")
-        return self._inner.extend(tokens, state, batch)
+        return self._inner.extend(tokens, state, batch, logits=logits)
 
     def refill(
-        self, tokens: torch.Tensor, features: torch.Tensor | None, batch: BatchInfo, last_rows: torch.Tensor
+        self,
+        tokens: torch.Tensor,
+        features: torch.Tensor | None,
+        batch: BatchInfo,
+        last_rows: torch.Tensor,
+        *,
+        logits: bool,
     ) -> DraftState:
         call, self.num_refills = self.num_refills, self.num_refills + 1
         first = self._failures.all_refills_from
         if call in self._failures.refills or (first is not None and call >= first):
-            self._inner.refill(torch.full_like(tokens, 3), features, batch, last_rows)
+            self._inner.refill(torch.full_like(tokens, 3), features, batch, last_rows, logits=logits)
             raise PoisonError(f"refill {call}")
-        return self._inner.refill(tokens, features, batch, last_rows)
+        return self._inner.refill(tokens, features, batch, last_rows, logits=logits)

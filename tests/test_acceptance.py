@@ -16,7 +16,7 @@ from specd.config import SpeculationConfig
 from specd.sampling.batch import SamplingBatch, draft_batch, sampling_batch
 from specd.sampling.chain import ACCEPTANCE_RULES, AcceptanceSettings, accept, draw_draft
 from specd.step import RowSampling, StepPlan
-from specd.tensors import BatchInfo, DraftTokens, TargetOutput
+from specd.tensors import BatchInfo, DraftState, DraftTokens, TargetOutput
 from tests.sampling_plans import CPU, info_of, params, plan_of, row
 from tests.toy_world import ALPHA, goodness
 
@@ -147,7 +147,7 @@ def test_a_proposers_token_is_a_point_mass_beside_drawn_drafts() -> None:
     host[: size // 2] = 0
     plan = plan_of([row(params(), choice=i) for i in range(size)], [1] * size, host_drafts=host)
     p, q = torch.tensor([0.4, 0.3, 0.3]), torch.tensor([0.6, 0.1, 0.3])
-    drawn, probs = draw_draft(q.log().expand(size, 3), draft_batch(plan, 3, CPU), 0, rule="ratio")
+    drawn, probs = draw_draft(DraftState.of(q.log().expand(size, 3)), draft_batch(plan, 3, CPU), 0, rule="ratio")
     assert probs is not None
     tokens = torch.where(torch.arange(size) < size // 2, 0, drawn)
     out = accept(
@@ -178,7 +178,7 @@ def test_nothing_past_a_rows_own_drafts_is_kept(rule: str, temperature: float) -
 
 def test_a_drafter_with_a_smaller_vocabulary() -> None:
     plan = plan_of([row(params(seed=1))], [1])
-    tokens, probs = draw_draft(torch.zeros(1, 3), draft_batch(plan, 3, CPU), 0, rule="ratio")
+    tokens, probs = draw_draft(DraftState.of(torch.zeros(1, 3)), draft_batch(plan, 3, CPU), 0, rule="ratio")
     assert probs is not None
     logits = torch.full((2, 5), -50.0)
     logits[:, 4] = 50.0
@@ -196,7 +196,7 @@ def test_a_drafter_with_a_smaller_vocabulary() -> None:
 def test_greedy_drafts_in_a_sampled_batch_are_argmax_with_a_one_hot_distribution() -> None:
     plan = plan_of([row(params(temperature=0.0)), row(params(seed=2))], [1, 1])
     logits = torch.randn(2, 7, generator=torch.Generator().manual_seed(0))
-    tokens, probs = draw_draft(logits, draft_batch(plan, 7, CPU), 0, rule="ratio")
+    tokens, probs = draw_draft(DraftState.of(logits), draft_batch(plan, 7, CPU), 0, rule="ratio")
     assert probs is not None
     assert int(tokens[0]) == int(logits[0].argmax())
     assert torch.equal(probs[0], torch.nn.functional.one_hot(logits[0].argmax(), 7).float())

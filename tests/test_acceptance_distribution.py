@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from specd.config import LOSSY_ACCEPTANCE
-from specd.sampling.chain import AcceptanceSettings, accept, draw_draft
+from specd.sampling.chain import AcceptanceSettings, accept
 from specd.tensors import DraftTokens, TargetOutput
-from tests.toy_world import ALPHA, KINDS, NUM_ROWS, V, first_two_tokens, p_values, reseeded, step, tables, world
+from tests.toy_world import ALPHA, KINDS, NUM_ROWS, V, draw, first_two_tokens, p_values, reseeded, step, tables, world
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -49,7 +49,7 @@ def test_the_trap_in_numbers() -> None:
     p, q = (torch.tensor(x).log().expand(NUM_ROWS, 2) for x in ((0.5, 0.5), (0.8, 0.2)))
     shares = {}
     for rule in ("literal", "ratio", "exact"):
-        tokens, probs = draw_draft(q, drafting, 0, rule=rule, sampled=False)
+        tokens, probs = draw(q, drafting, 0, rule=rule, sampled=False)
         batch = reseeded(base, 5, torch.zeros(NUM_ROWS, dtype=torch.int64))
         drafts = DraftTokens(tokens=tokens[:, None], probs=None if probs is None else probs[:, None])
         out = accept(TargetOutput(logits=p.repeat_interleave(2, 0)), drafts, plan, info, batch, rule=rule)

@@ -1,4 +1,4 @@
-"""Plain greedy rows need the largest logit and nothing else: same acceptance, and their logits are never made."""
+"""Greedy rows need the largest logits and nothing else: same acceptance, and their logits are never made."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import torch
 
 from specd.sampling.batch import sampling_batch
 from specd.sampling.chain import accept
-from specd.tensors import Acceptance, BestTokens, DraftTokens, LogitMasks, TargetOutput
+from specd.sampling.logprobs import top_tokens
+from specd.tensors import Acceptance, BestTokens, DraftTokens, LogitMasks, TargetOutput, TopTokens
 from tests.engines import ask, generate, make_parts, running
 from tests.fakes import SuccessorModel
 from tests.sampling_plans import CPU, info_of, params, plan_of, row
@@ -18,16 +19,22 @@ from tests.sampling_plans import CPU, info_of, params, plan_of, row
 V = 16
 
 
-def both(logits: torch.Tensor, drafts: torch.Tensor, num_drafts: list[int]) -> tuple[Acceptance, Acceptance]:
-    plan = plan_of([row(params(temperature=0.0))] * len(num_drafts), num_drafts)
+def both(
+    logits: torch.Tensor, drafts: torch.Tensor, num_drafts: list[int], num_top: int | None = None
+) -> tuple[Acceptance, Acceptance]:
+    """num_top: alternatives that every other row asks for."""
+    states = [row(params(temperature=0.0, logprobs=None if i % 2 else num_top)) for i in range(len(num_drafts))]
+    plan = plan_of(states, num_drafts)
     batch, info = sampling_batch(plan, V, CPU), info_of(plan)
     assert not batch.needs_logits
-    best = TargetOutput(logits=None, best=BestTokens(*logits.max(-1)))
+    top = None if batch.logprobs is None else top_tokens(logits, batch.logprobs.width(V))
+    best = TargetOutput(logits=None, best=BestTokens(*logits.max(-1)) if top is None else top.best, top=top)
     proposed = DraftTokens(tokens=drafts)
     return accept(best, proposed, plan, info, batch), accept(TargetOutput(logits=logits), proposed, plan, info, batch)
 
 
-def test_the_best_logits_say_all_that_greedy_acceptance_reads() -> None:
+@pytest.mark.parametrize("num_top", [None, 0, 3, V + 4])
+def test_the_best_logits_say_all_that_greedy_acceptance_reads(num_top: int | None) -> None:
     generator = torch.Generator().manual_seed(3)
     for trial in range(50):
         num_drafts = torch.randint(0, 4, (5,), generator=generator).tolist()
@@ -41,10 +48,12 @@ def test_the_best_logits_say_all_that_greedy_acceptance_reads() -> None:
                 drafts[i, :count] = likely
         if trial % 3 == 0:
             logits[trial % len(logits), 2] = (float("nan"), float("inf"))[trial % 2]
-        fast, full = both(logits, drafts, num_drafts)
+        fast, full = both(logits, drafts, num_drafts, num_top)
         for field in dataclasses.fields(Acceptance):
             a, b = getattr(fast, field.name), getattr(full, field.name)
             assert (a is None and b is None) or a.equal(b), (trial, field.name)
+        assert (fast.logprobs is None) == (num_top is None)
+        assert (fast.top_ids is None) == (not num_top)
 
 
 def test_rows_of_which_nothing_is_left_fail_alone() -> None:
@@ -58,7 +67,6 @@ def test_rows_of_which_nothing_is_left_fail_alone() -> None:
     "changes",
     [
         {"temperature": 1.0},
-        {"logprobs": 0},
         {"logit_bias": ((3, 1.0),)},
         {"min_tokens": 2},
         {"presence_penalty": 0.5},
@@ -68,7 +76,7 @@ def test_rows_of_which_nothing_is_left_fail_alone() -> None:
 )
 def test_whatever_else_a_row_asks_for_needs_the_logits(changes: dict[str, Any]) -> None:
     plain = row(params(temperature=0.0))
-    asking = row(params(**{"temperature": 0.0, **changes}), eos=(0,))
+    asking = row(params(**{"temperature": 0.0, "logprobs": 2, **changes}), eos=(0,))
     assert not sampling_batch(plan_of([plain, plain], [0, 1]), V, CPU).needs_logits
     assert sampling_batch(plan_of([plain, asking], [0, 1]), V, CPU).needs_logits
 
@@ -92,12 +100,18 @@ class Watched(SuccessorModel):
     def best(self, hidden: torch.Tensor) -> BestTokens:
         return BestTokens(*super().logits(hidden).max(-1))
 
+    def top(self, hidden: torch.Tensor, k: int) -> TopTokens:
+        return top_tokens(super().logits(hidden), k)
+
 
 async def test_an_engine_makes_logits_for_those_who_need_them_only() -> None:
     model = Watched()
     async with running(make_parts(target=model, draft="ngram")) as engine:
         greedy = await generate(engine, [ask("greedy", [1, 2, 3], max_tokens=12)])
+        told = await generate(engine, [ask("told", [1, 2, 3], max_tokens=12, logprobs=4)])
         assert model.num_logits == 0
+        assert [entry.token_id for entry in told["told"][0].logprobs] == greedy["greedy"][0].tokens
+        assert all(len(entry.top) == 4 for entry in told["told"][0].logprobs)
         sampled = await generate(engine, [ask("sampled", [1, 2, 3], max_tokens=12, temperature=0.01)])
         assert model.num_logits > 0
         # At this temperature the fake's distribution is one-hot.

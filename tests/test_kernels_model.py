@@ -15,6 +15,7 @@ from specd.errors import ConfigError, ModelError
 from specd.kernels import library
 from specd.kernels.library import load_library
 from specd.models.config import LlamaConfig
+from specd.models.layers import rms_norm
 from specd.models.llama import Llama
 from specd.models.native import NativeLlama, TensorSource, unsupported
 from specd.models.registry import KernelChoice, LoadedModel, load_target
@@ -78,15 +79,19 @@ def test_features() -> None:
     config = tiny_config(num_layers=8)
     native = NativeLlama(config, TensorSource(tiny_weights(config)), activations="exact")
     tokens, batch = tokens_of(6), make_batch([(6, 6, [0])])
-    with torch.inference_mode():
-        expected_hidden, expected = tiny_llama(config=config).forward(
-            tokens, batch, make_kv(tiny_llama(config=config)), features="aux"
-        )
     hidden, last = native.forward(tokens, batch, make_kv(native), features="last")
-    _, aux = native.forward(tokens, batch, make_kv(native), features="aux")
     assert last is hidden
-    torch.testing.assert_close(hidden, expected_hidden, atol=2e-5, rtol=1e-5)
-    torch.testing.assert_close(aux, expected, atol=2e-5, rtol=1e-5)
+    for features, width in (("aux", 3), ("pre", 1)):
+        model = tiny_llama(config=config)
+        with torch.inference_mode():
+            expected_hidden, expected = model.forward(tokens, batch, make_kv(model), features=features)
+        _, found = native.forward(tokens, batch, make_kv(native), features=features)
+        assert expected is not None
+        assert expected.shape == (6, width * config.hidden_size)
+        torch.testing.assert_close(hidden, expected_hidden, atol=2e-5, rtol=1e-5)
+        torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-5)
+    normed = rms_norm(expected, model.norm, config.rms_norm_eps)
+    torch.testing.assert_close(normed, expected_hidden, atol=2e-5, rtol=1e-5)
     for features in ("aux", "first"):
         with pytest.raises(ModelError, match=features):
             native.truncated(2).forward(tokens, batch, make_kv(native), features=features)

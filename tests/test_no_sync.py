@@ -30,7 +30,7 @@ from specd.frames import fresh_upload
 from specd.kv import PagedFeatures, PagedKV
 from specd.models.llama import Llama
 from specd.pipeline.accept import accept_rows
-from specd.pipeline.draft import grow_chain
+from specd.pipeline.draft import DraftRule, grow_chain
 from specd.pipeline.refill import refill_exact, refill_padded
 from specd.pipeline.verify import VerifyBatch, forward, upload
 from specd.request import SamplingParams
@@ -242,7 +242,7 @@ class Rig:
 
     def carry(self, width: int | None) -> DraftState:
         logits = torch.zeros((8, CONFIG.vocab_size), device=self.device)
-        return DraftState(logits, None if width is None else torch.zeros((8, width), device=self.device))
+        return DraftState.of(logits, None if width is None else torch.zeros((8, width), device=self.device))
 
     def verify(self, plan: StepPlan, drafts: DraftTokens) -> tuple[VerifyBatch, TargetOutput]:
         batch = upload(plan, fresh_upload(self.device), CONFIG.vocab_size)
@@ -289,7 +289,7 @@ def report_of(plan: StepPlan) -> AcceptanceReport:
 def draft_stage(rig: Rig, rule: str, *, head: bool) -> DraftTokens:
     plan = make_plan(extra=0 if head else 1, refill=Refill.NEWEST)
     drafter, width = (rig.head, CONFIG.hidden_size) if head else (rig.drafter, None)
-    return grow_chain(drafter, plan, [0, 1, 2, 3], rule, False, rig.carry(width), rig.device)
+    return grow_chain(drafter, plan, [0, 1, 2, 3], DraftRule(rule), rig.carry(width), rig.device)
 
 
 def accept_stage(rig: Rig, rule: str, *, head: bool = False) -> tuple[StepPlan, VerifyBatch, TargetOutput, Acceptance]:
@@ -302,13 +302,13 @@ def accept_stage(rig: Rig, rule: str, *, head: bool = False) -> tuple[StepPlan, 
 def exact_stage(rig: Rig, *, head: bool) -> DraftState:
     plan = make_plan(extra=0 if head else 1, refill=Refill.NEWEST)
     drafter, features, width = (rig.head, rig.features, CONFIG.hidden_size) if head else (rig.drafter, None, None)
-    return refill_exact(drafter, features, plan, report_of(plan), rig.carry(width), rig.device)
+    return refill_exact(drafter, features, plan, report_of(plan), rig.carry(width), DraftRule(), rig.device)
 
 
 def padded_stage(rig: Rig) -> DraftState:
     plan, batch, output, accepted = accept_stage(rig, "exact", head=True)
     drafts = DraftTokens(torch.full((plan.num_rows, plan.max_drafts), 4, device=rig.device))
-    return refill_padded(rig.head, batch, output, accepted, plan, drafts, rig.carry(CONFIG.hidden_size))
+    return refill_padded(rig.head, batch, output, accepted, plan, drafts, rig.carry(CONFIG.hidden_size), DraftRule())
 
 
 def aux_features(rig: Rig) -> torch.Tensor:

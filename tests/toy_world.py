@@ -12,7 +12,7 @@ from scipy import stats
 from specd.sampling.batch import SamplingBatch, draft_batch, sampling_batch
 from specd.sampling.chain import AcceptanceSettings, accept, draw_draft
 from specd.step import StepPlan
-from specd.tensors import Acceptance, BatchInfo, DraftTokens, TargetOutput
+from specd.tensors import Acceptance, BatchInfo, DraftState, DraftTokens, TargetOutput
 from tests.sampling_plans import CPU, info_of, params, plan_of, row
 
 V = 6
@@ -55,6 +55,16 @@ def reseeded(batch: SamplingBatch, round_: int, position: torch.Tensor) -> Sampl
     return dataclasses.replace(batch, keys=seeds[batch.sequence], position=position[batch.sequence])
 
 
+def draw(
+    logits: torch.Tensor, drafting: SamplingBatch, offset: int, *, rule: str, sampled: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """As `grow_chain` does: without `sampled` the best token is drafted."""
+    state = DraftState.of(logits)
+    if rule != "literal" and not sampled:
+        return state.best, None
+    return draw_draft(state, drafting, offset, rule=rule)
+
+
 def step(
     p: torch.Tensor, q: torch.Tensor, last: torch.Tensor, position: torch.Tensor, *, num_drafts: int, round_: int,
     rule: str, sampled: bool, settings: AcceptanceSettings,
@@ -64,7 +74,7 @@ def step(
     target, drafting = (reseeded(batch, round_, position) for batch in (base, draft_base))
     drafts, probs, logits, here = [], [], [p[last].log()], last
     for j in range(num_drafts):
-        here, q_here = draw_draft(q[here].log(), drafting, j, rule=rule, sampled=sampled)
+        here, q_here = draw(q[here].log(), drafting, j, rule=rule, sampled=sampled)
         drafts.append(here)
         if q_here is not None:
             probs.append(q_here)

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -64,3 +69,26 @@ def tiny_shards(
     )
     collect(settings)
     return model, folder / "shards"
+
+
+def run_ranks(words: Sequence[Sequence[str]], *, patch: str = "", timeout_s: float = 60.0) -> list[tuple[int, str]]:
+    """`specd` with words[r] as rank r of len(words), all at a time: exit code and standard error of each.
+
+    patch: Python that every rank runs before, with `rank` set. TimeoutExpired when one has not ended in time.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    script = f"import os, sys\nrank = int(os.environ['RANK'])\n{patch}\nfrom specd.cli import main\nsys.exit(main())"
+    processes = []
+    for rank, line in enumerate(words):
+        where = {"RANK": str(rank), "WORLD_SIZE": str(len(words)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        env = os.environ | where | {"OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-c", script, *line]
+        processes.append(subprocess.Popen(command, env=env, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
+    try:
+        errors = [process.communicate(timeout=timeout_s)[1] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    return [(process.returncode, error) for process, error in zip(processes, errors, strict=True)]

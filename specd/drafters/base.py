@@ -16,18 +16,27 @@ class Drafter(Protocol):
     traits: DraftTraits
     vocab_size: int  # width of its logits; never more than the target's
 
-    def extend(self, tokens: torch.Tensor, state: DraftState, batch: BatchInfo) -> DraftState:
-        """One more draft token per row: tokens i64[B] at `batch.positions`, drawn from `state` (rows as in tokens)."""
+    def extend(self, tokens: torch.Tensor, state: DraftState, batch: BatchInfo, *, logits: bool) -> DraftState:
+        """One more draft token per row: tokens i64[B] at `batch.positions`, drawn from `state` (rows as in tokens).
+
+        logits: whether the next drafts are drawn from logits; else the best token of each row is enough.
+        """
         ...
 
     def refill(
-        self, tokens: torch.Tensor, features: torch.Tensor | None, batch: BatchInfo, last_rows: torch.Tensor
+        self,
+        tokens: torch.Tensor,
+        features: torch.Tensor | None,
+        batch: BatchInfo,
+        last_rows: torch.Tensor,
+        *,
+        logits: bool,
     ) -> DraftState:
         """Catches up: tokens i64[T], features [T, F] for heads; gives the state of the packed rows last_rows i64[B]."""
         ...
 
     def make_carry(self, num_slots: int) -> DraftState:
-        """An empty carry, one row a slot."""
+        """An empty carry with logits, one row a slot."""
         ...
 
     def kv_bytes_per_page(self, page_size: int) -> int: ...

@@ -10,7 +10,7 @@ import torch
 
 from specd.errors import DraftError
 from specd.kv import PagedKV
-from specd.models.base import Model
+from specd.models.base import Model, kv_slot_bytes, make_kv
 from specd.step import DraftTraits
 from specd.tensors import BatchInfo, DraftState
 
@@ -29,23 +29,15 @@ class LMDrafter:
         self._kv: PagedKV | None = None
 
     def kv_bytes_per_page(self, page_size: int) -> int:
-        shape = self._model.shape
-        return 2 * shape.num_layers * page_size * shape.num_kv_heads * shape.head_dim * self._model.dtype.itemsize
+        return kv_slot_bytes(self._model) * page_size
 
     def allocate(self, *, num_pages: int, page_size: int) -> None:
-        shape = self._model.shape
-        self._kv = PagedKV(
-            num_layers=shape.num_layers,
-            num_pages=num_pages,
-            page_size=page_size,
-            num_kv_heads=shape.num_kv_heads,
-            head_dim=shape.head_dim,
-            dtype=self._model.dtype,
-            device=self._model.device,
-        )
+        self._kv = make_kv(self._model, num_pages=num_pages, page_size=page_size)
 
     def make_carry(self, num_slots: int) -> DraftState:
-        return DraftState(logits=torch.zeros((num_slots, self.vocab_size), device=self._model.device))
+        device = self._model.device
+        best = torch.zeros(num_slots, dtype=torch.int64, device=device)
+        return DraftState(best, torch.zeros((num_slots, self.vocab_size), device=device))
 
     @property
     def kv(self) -> PagedKV:
@@ -53,15 +45,26 @@ class LMDrafter:
             raise DraftError(f"drafter {self.traits.name}: allocate() was not called")
         return self._kv
 
-    def extend(self, tokens: torch.Tensor, state: DraftState, batch: BatchInfo) -> DraftState:
+    def extend(self, tokens: torch.Tensor, state: DraftState, batch: BatchInfo, *, logits: bool) -> DraftState:
         out, _ = self._model.forward(tokens, batch, self.kv)
-        return DraftState(logits=self._fit(self._model.logits(out)))
+        return self._state(out, logits)
 
     def refill(
-        self, tokens: torch.Tensor, features: torch.Tensor | None, batch: BatchInfo, last_rows: torch.Tensor
+        self,
+        tokens: torch.Tensor,
+        features: torch.Tensor | None,
+        batch: BatchInfo,
+        last_rows: torch.Tensor,
+        *,
+        logits: bool,
     ) -> DraftState:
         out, _ = self._model.forward(tokens, batch, self.kv)
-        return DraftState(logits=self._fit(self._model.logits(out[last_rows])))
+        return self._state(out[last_rows], logits)
+
+    def _state(self, out: torch.Tensor, logits: bool) -> DraftState:
+        if logits or self._model.shape.vocab_size > self.vocab_size:
+            return DraftState.of(self._fit(self._model.logits(out)))
+        return DraftState(self._model.best(out).tokens)
 
     def _fit(self, logits: torch.Tensor) -> torch.Tensor:
         """[B, V_draft] -> f32 [B, V_target]."""

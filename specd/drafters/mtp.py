@@ -13,25 +13,24 @@ import torch
 
 from specd.errors import DraftError
 from specd.kv import PagedKV
-from specd.models.base import ModelShape
+from specd.models.base import KVOwner, kv_slot_bytes, make_kv
 from specd.models.heads import HeadConfig
 from specd.step import DraftTraits, RefillMode
 from specd.tensors import BatchInfo, DraftState
 
 
-class HeadModel(Protocol):
+class HeadModel(KVOwner, Protocol):
     """`specd.models.heads.Head`, whoever computes it."""
 
     config: HeadConfig
-    shape: ModelShape
-    dtype: torch.dtype
-    device: torch.device
 
     def forward(
         self, tokens: torch.Tensor, states: torch.Tensor, batch: BatchInfo, kv: PagedKV, *, own: bool
     ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
     def logits(self, out: torch.Tensor) -> torch.Tensor: ...
+
+    def best(self, out: torch.Tensor) -> torch.Tensor: ...
 
 
 class MtpDrafter:
@@ -60,25 +59,18 @@ class MtpDrafter:
         self._kv: PagedKV | None = None
 
     def kv_bytes_per_page(self, page_size: int) -> int:
-        shape = self._head.shape
-        return 2 * page_size * shape.num_kv_heads * shape.head_dim * self._head.dtype.itemsize
+        return kv_slot_bytes(self._head) * page_size
 
     def allocate(self, *, num_pages: int, page_size: int) -> None:
-        shape = self._head.shape
-        self._kv = PagedKV(
-            num_layers=1,
-            num_pages=num_pages,
-            page_size=page_size,
-            num_kv_heads=shape.num_kv_heads,
-            head_dim=shape.head_dim,
-            dtype=self._head.dtype,
-            device=self._head.device,
-        )
+        self._kv = make_kv(self._head, num_pages=num_pages, page_size=page_size)
 
     def make_carry(self, num_slots: int) -> DraftState:
         device = self._head.device
-        hidden = torch.zeros((num_slots, self._head.config.hidden_size), dtype=self._head.dtype, device=device)
-        return DraftState(logits=torch.zeros((num_slots, self.vocab_size), device=device), hidden=hidden)
+        return DraftState(
+            best=torch.zeros(num_slots, dtype=torch.int64, device=device),
+            logits=torch.zeros((num_slots, self.vocab_size), device=device),
+            hidden=torch.zeros((num_slots, self._head.config.hidden_size), dtype=self._head.dtype, device=device),
+        )
 
     @property
     def kv(self) -> PagedKV:
@@ -86,14 +78,25 @@ class MtpDrafter:
             raise DraftError(f"drafter {self.traits.name}: allocate() was not called")
         return self._kv
 
-    def extend(self, tokens: torch.Tensor, state: DraftState, batch: BatchInfo) -> DraftState:
+    def extend(self, tokens: torch.Tensor, state: DraftState, batch: BatchInfo, *, logits: bool) -> DraftState:
         assert state.hidden is not None
         out, fed_back = self._head.forward(tokens, state.hidden, batch, self.kv, own=True)
-        return DraftState(logits=self._head.logits(out), hidden=fed_back)
+        return self._state(out, fed_back, logits)
 
     def refill(
-        self, tokens: torch.Tensor, features: torch.Tensor | None, batch: BatchInfo, last_rows: torch.Tensor
+        self,
+        tokens: torch.Tensor,
+        features: torch.Tensor | None,
+        batch: BatchInfo,
+        last_rows: torch.Tensor,
+        *,
+        logits: bool,
     ) -> DraftState:
         assert features is not None
         out, fed_back = self._head.forward(tokens, features, batch, self.kv, own=False)
-        return DraftState(logits=self._head.logits(out[last_rows]), hidden=fed_back[last_rows])
+        return self._state(out[last_rows], fed_back[last_rows], logits)
+
+    def _state(self, out: torch.Tensor, fed_back: torch.Tensor, logits: bool) -> DraftState:
+        if logits:
+            return DraftState.of(self._head.logits(out), fed_back)
+        return DraftState(self._head.best(out), hidden=fed_back)

@@ -10,34 +10,48 @@ from specd.attention.torch_attention import TorchAttention
 from specd.drafters.lm import LMDrafter
 from specd.drafters.mtp import HeadModel, MtpDrafter
 from specd.errors import DraftError
-from specd.models.heads import Head, read_head
+from specd.models.borrowed import load_borrowing
+from specd.models.heads import Head, HeadFile, read_head
 from specd.models.native import NativeLlama
 from specd.models.native_head import NativeHead
 from specd.models.registry import LoadedModel
 from specd.text import Tokenizer
 
 MAX_DEPTH = 64
+SHIPPED = Path(__file__).parent / "shipped"  # one folder a head, named like the beginning of the model's name
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DraftChoice:
-    """What `speculation.draft` asks for."""
+    """What `speculation.draft` asks for. "auto", and "mtp" without a folder, are settled when the target is known."""
 
-    kind: Literal["none", "ngram", "layers", "lm", "mtp"]
+    kind: Literal["auto", "none", "ngram", "layers", "lm", "mtp"]
     argument: str = ""
+    proposes: bool = False  # the n-gram proposer overrides the drafter in rows where it has a long match
 
     @property
     def name(self) -> str:
-        return f"{self.kind}:{self.argument}" if self.argument else self.kind
+        name = f"{self.kind}:{self.argument}" if self.argument else self.kind
+        return f"{name}+ngram" if self.proposes else name
+
+    @property
+    def uses_ngram(self) -> bool:
+        return self.kind == "ngram" or self.proposes
+
+
+_WITHOUT_ARGUMENT = {
+    "auto": DraftChoice("auto"),
+    "none": DraftChoice("none"),
+    "ngram": DraftChoice("ngram"),
+    "mtp": DraftChoice("mtp"),
+}
 
 
 def parse_draft(text: str) -> DraftChoice:
-    """ "auto" is the best one there is for the model: the n-gram proposer. Raises DraftError for anything unknown."""
+    """Raises DraftError for anything unknown."""
     kind, _, argument = text.partition(":")
-    if text in ("auto", "ngram"):
-        return DraftChoice("ngram")
-    if text == "none":
-        return DraftChoice("none")
+    if text in _WITHOUT_ARGUMENT:
+        return _WITHOUT_ARGUMENT[text]
     if kind == "layers" and argument.isdigit() and int(argument) > 0:
         return DraftChoice("layers", argument)
     if kind == "lm" and argument:
@@ -46,7 +60,50 @@ def parse_draft(text: str) -> DraftChoice:
         raise DraftError("speculation.draft is 'mtp:builtin': heads inside a model's checkpoint are not read yet")
     if kind == "mtp" and argument:
         return DraftChoice("mtp", argument)
-    raise DraftError(f"speculation.draft is {text!r}; give auto, none, ngram, layers:N, lm:MODEL or mtp:FOLDER")
+    raise DraftError(f"speculation.draft is {text!r}; give auto, none, ngram, layers:N, lm:MODEL, mtp or mtp:FOLDER")
+
+
+def settle(choice: DraftChoice, target: LoadedModel, *names: str) -> DraftChoice:
+    """ "auto" is the head that comes with specd for this model, overridden by n-grams, or n-grams where there is none.
+
+    names: what else the model is called. Raises DraftError for "mtp" where there is no head.
+    """
+    if choice.argument or choice.kind not in ("auto", "mtp"):
+        return choice
+    found = shipped_head(target, *names)
+    if found is not None:
+        return DraftChoice("mtp", found.name, proposes=choice.kind == "auto")
+    if choice.kind == "auto":
+        return DraftChoice("ngram")
+    shipped = ", ".join(path.name for path in _shipped())
+    raise DraftError(f"speculation.draft is 'mtp': specd has no head for {target.name}, only for {shipped}")
+
+
+def shipped_head(target: LoadedModel, *names: str) -> Path | None:
+    """The folder of the head that comes with specd for a model: by the beginning of its name, and its sizes."""
+    for path in _shipped():
+        if any(name.lower().startswith(path.name) for name in (target.name, *names)) and _fits(read_head(path), target):
+            return path
+    return None
+
+
+def _shipped() -> list[Path]:
+    return sorted(path.parent for path in SHIPPED.glob("*/config.json"))
+
+
+def _differences(file: HeadFile, target: LoadedModel) -> list[tuple[str, int, int]]:
+    """What of a head does not fit: (name, the head's, the target's)."""
+    shape, config = target.model.shape, file.config
+    pairs = (
+        ("hidden size", config.hidden_size, shape.hidden_size),
+        ("vocabulary", config.vocab_size, shape.vocab_size),
+        ("number of layers", file.target.get("num_layers", shape.num_layers), shape.num_layers),
+    )
+    return [pair for pair in pairs if pair[1] != pair[2]]
+
+
+def _fits(file: HeadFile, target: LoadedModel) -> bool:
+    return not _differences(file, target)
 
 
 def layers_drafter(target: LoadedModel, num_layers: int) -> LMDrafter:
@@ -64,18 +121,16 @@ def layers_drafter(target: LoadedModel, num_layers: int) -> LMDrafter:
 
 
 def mtp_drafter(target: LoadedModel, path: Path) -> MtpDrafter:
-    """The head in a folder. Raises ModelError for a bad folder, DraftError for a head of another target."""
+    """The head in a folder, or the one that specd has by that name.
+
+    Raises ModelError for a bad folder, DraftError for a head of another target.
+    """
+    if not path.exists() and path in [shipped.relative_to(SHIPPED) for shipped in _shipped()]:
+        path = SHIPPED / path
     file = read_head(path)
-    shape, config = target.model.shape, file.config
-    for what, theirs, ours in (
-        ("hidden size", config.hidden_size, shape.hidden_size),
-        ("vocabulary", config.vocab_size, shape.vocab_size),
-        ("number of layers", file.target.get("num_layers", shape.num_layers), shape.num_layers),
-    ):
-        if theirs != ours:
-            raise DraftError(f"head {path} is for a target whose {what} is {theirs}; that of {target.name} is {ours}")
-    if config.features == "pre":
-        raise DraftError(f"head {path} reads hidden states before the final norm; they cannot be had yet")
+    config = file.config
+    for what, theirs, ours in _differences(file, target):
+        raise DraftError(f"head {path} is for a target whose {what} is {theirs}; that of {target.name} is {ours}")
     model = target.model
     head: HeadModel
     if isinstance(model, NativeLlama):
@@ -91,6 +146,18 @@ def mtp_drafter(target: LoadedModel, path: Path) -> MtpDrafter:
             device=model.device,
         )
     return MtpDrafter(head, name=f"mtp:{path.name}", max_depth=MAX_DEPTH, max_context=config.max_position)
+
+
+def borrowing_drafter(target: LoadedModel, path: Path) -> LMDrafter:
+    """A draft model that borrows the target's embedding, output head and tokenizer. Raises ModelError."""
+    draft = load_borrowing(path, target.model)
+    return LMDrafter(
+        draft,
+        name=f"lm:{path.name}",
+        vocab_size=target.model.shape.vocab_size,
+        max_depth=MAX_DEPTH,
+        max_context=draft.shape.max_position,
+    )
 
 
 def lm_drafter(

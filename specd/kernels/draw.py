@@ -16,7 +16,7 @@ from specd.kernels.pack import address
 
 
 @functools.cache
-def _loaded() -> Library | None:
+def loaded() -> Library | None:
     """None when the kernels were not built; whoever loads a model has been told by then."""
     try:
         return load_library()
@@ -25,14 +25,14 @@ def _loaded() -> Library | None:
 
 
 @functools.cache
-def _workspace(library: Library) -> Workspace:
+def workspace(library: Library) -> Workspace:
     return Workspace(library)  # one for all: calls take turns
 
 
 def takes(logits: torch.Tensor) -> bool:
     """Whether rows like these are drawn here: real float32 tensors on the CPU, and the kernels are built."""
     plain = type(logits) is torch.Tensor and logits.device.type == "cpu" and logits.dtype == torch.float32
-    return plain and _loaded() is not None
+    return plain and loaded() is not None
 
 
 def draw(
@@ -70,7 +70,7 @@ def _call(
     parameters: list[torch.Tensor],
     library: Library | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    library = library or _loaded() or load_library()
+    library = library or loaded() or load_library()
     logits, keys = logits.contiguous(), keys.contiguous()
     rows = None if rows is None else rows.contiguous()
     count = len(keys)
@@ -93,7 +93,7 @@ def _call(
         status = library.c.specd_draw(
             library.functions,
             ctypes.byref(record),
-            _workspace(library).pointer,
+            workspace(library).pointer,
             torch.get_num_threads(),
         )
     library.check(status)

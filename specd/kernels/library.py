@@ -17,7 +17,7 @@ import torch  # noqa: F401 - first: its libgomp must be the one that the library
 
 from specd.errors import ConfigError, ModelError
 
-_ABI = 3
+_ABI = 4
 _MODULE = "specd.kernels._native"  # not a Python module: a plain library that is found like one
 MAX_PARTS = 3
 MAX_AUX = 8
@@ -130,6 +130,20 @@ class CDraws(ctypes.Structure):
     ]
 
 
+class CLogitsRows(ctypes.Structure):
+    _fields_ = [
+        ("logits", _POINTER),
+        ("rows", _POINTER),
+        ("num_rows", _I64),
+        ("vocabulary", _I64),
+        ("stride", _I64),
+    ]
+
+
+class CTops(ctypes.Structure):
+    _fields_ = [("values", _POINTER), ("places", _POINTER), ("lse", _POINTER), ("k", _I64)]
+
+
 _SIGNATURES: Mapping[str, tuple[object, list[object]]] = {
     "specd_abi": (_I32, []),
     "specd_levels": (ctypes.c_char_p, []),
@@ -144,6 +158,11 @@ _SIGNATURES: Mapping[str, tuple[object, list[object]]] = {
     "specd_forward": (_I32, [_POINTER, ctypes.POINTER(CModel), ctypes.POINTER(CBatch), _POINTER, _I32]),
     "specd_logits": (_I32, [_POINTER, ctypes.POINTER(CModel), _POINTER, _I64, _POINTER, _POINTER, _I32]),
     "specd_argmax": (_I32, [_POINTER, ctypes.POINTER(CModel), _POINTER, _I64, _POINTER, _POINTER, _POINTER, _I32]),
+    "specd_top": (
+        _I32,
+        [_POINTER, ctypes.POINTER(CModel), _POINTER, _I64, ctypes.POINTER(CTops), _POINTER, _I32],
+    ),
+    "specd_top_rows": (_I32, [_POINTER, ctypes.POINTER(CLogitsRows), ctypes.POINTER(CTops), _POINTER, _I32]),
     "specd_draw": (_I32, [_POINTER, ctypes.POINTER(CDraws), _POINTER, _I32]),
     "specd_linear_rows": (
         _I32,

@@ -200,7 +200,8 @@ class Head:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        config, self.token_ids = file.config, file.token_ids
+        config = file.config
+        self.token_ids = None if file.token_ids is None else file.token_ids.to(device)
         weights = {name: tensor.to(device=device, dtype=dtype) for name, tensor in file.weights.items()}
         self.config = config
         self.dtype, self.device = dtype, device
@@ -249,6 +250,11 @@ class Head:
         """m [R, H] -> f32[R, V], -inf outside the draft vocabulary."""
         return spread(F.linear(out, self.lm_head).float(), self.token_ids, self.config.vocab_size)
 
+    def best(self, out: torch.Tensor) -> torch.Tensor:
+        """m [R, H] -> i64[R]: the most likely tokens."""
+        places = F.linear(out, self.lm_head).argmax(-1)
+        return places if self.token_ids is None else self.token_ids[places]
+
     def weight_bytes(self) -> int:
         """Of its own weights: the embedding is the target's."""
         linears = (self.fusion, self.qkv, self.output, self.gate_up, self.down)
@@ -278,4 +284,4 @@ def spread(logits: torch.Tensor, token_ids: torch.Tensor | None, vocab_size: int
     if token_ids is None:
         return logits
     out = logits.new_full((len(logits), vocab_size), float("-inf"))
-    return out.index_copy_(1, token_ids.to(logits.device), logits)
+    return out.index_copy_(1, token_ids, logits)

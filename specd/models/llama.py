@@ -16,10 +16,11 @@ import torch.nn.functional as F
 from specd.attention.base import AttentionBackend
 from specd.errors import ModelError
 from specd.kv import PagedKV
-from specd.models.base import ModelShape
+from specd.models.base import ModelShape, feature_layers
 from specd.models.config import LlamaConfig
 from specd.models.layers import Linear, inverse_frequencies, rms_norm, rope_angles, rotate, swiglu
-from specd.tensors import BatchInfo, BestTokens
+from specd.sampling.logprobs import top_tokens
+from specd.tensors import BatchInfo, BestTokens, TopTokens
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -81,6 +82,16 @@ class Llama:
         model.shape = dataclasses.replace(self.shape, num_layers=num_layers)
         return model
 
+    def with_layers(self, config: LlamaConfig, weights: Mapping[str, torch.Tensor]) -> Llama:
+        """Other layers and another final norm between the same embedding and head. Needs its own KV."""
+        reader = _Reader(weights, self.dtype, self.device)
+        model = copy.copy(self)
+        model.layers = [reader.layer(index) for index in range(config.num_layers)]
+        model.norm = reader.tensor("model.norm.weight")
+        model.config = config
+        model.shape = dataclasses.replace(self.shape, num_layers=config.num_layers)
+        return model
+
     def prepare(self, batch: BatchInfo) -> BatchInfo:
         return dataclasses.replace(batch, attention=self.attention.plan(batch))
 
@@ -88,22 +99,22 @@ class Llama:
         self, tokens: torch.Tensor, batch: BatchInfo, kv: PagedKV, *, features: str | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """See `Model.forward`."""
-        aux_layers = self._aux_layers(features)
+        taken_after = feature_layers(features, len(self.layers))
         x = F.embedding(tokens, self.embedding)
         cos, sin = rope_angles(self.inv_freq, batch.positions, x.dtype)
         plan = self.attention.plan(batch) if batch.attention is None else batch.attention
-        entering: dict[int, torch.Tensor] = {}
+        states = {0: x}
         for index, layer in enumerate(self.layers):
-            if index in aux_layers:
-                entering[index] = x
             x = x + self._attend(index, layer, x, cos, sin, batch, kv, plan)
             x = x + swiglu(rms_norm(x, layer.mlp_norm, self.config.rms_norm_eps), layer.gate_up, layer.down)
+            if index + 1 in taken_after:
+                states[index + 1] = x
         hidden = rms_norm(x, self.norm, self.config.rms_norm_eps)
         if features is None:
             return hidden, None
         if features == "last":
             return hidden, hidden
-        return hidden, torch.cat([entering[i] for i in aux_layers], dim=-1)
+        return hidden, torch.cat([states[i] for i in taken_after], dim=-1)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [R, H] after the final norm -> [R, V]; V counts padding rows of the head."""
@@ -113,6 +124,9 @@ class Llama:
         values, tokens = self.logits(hidden).max(-1)
         return BestTokens(values.float(), tokens)
 
+    def top(self, hidden: torch.Tensor, k: int) -> TopTokens:
+        return top_tokens(self.logits(hidden), k)
+
     def weight_bytes(self) -> int:
         """Bytes of distinct weights; a tied head counts once."""
         tensors = [self.embedding, self.norm, self.head]
@@ -121,16 +135,6 @@ class Llama:
             for linear in (layer.qkv, layer.output, layer.gate_up, layer.down):
                 tensors += [linear.weight] if linear.bias is None else [linear.weight, linear.bias]
         return sum({id(tensor): tensor.nbytes for tensor in tensors}.values())
-
-    def _aux_layers(self, features: str | None) -> tuple[int, ...]:
-        if features not in (None, "last", "aux"):
-            raise ModelError(f"unknown features {features!r}; 'last' and 'aux' exist")
-        if features != "aux":
-            return ()
-        count = len(self.layers)
-        if count < 3:
-            raise ModelError(f"'aux' features need at least 3 layers, the model has {count}")
-        return (2, count // 2, count - 3)
 
     def _attend(
         self,

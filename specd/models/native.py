@@ -10,7 +10,6 @@ Legend: T packed tokens, R logits rows, H hidden, V logits width, D head size.
 from __future__ import annotations
 
 import copy
-import ctypes
 import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Literal, Protocol
@@ -18,26 +17,17 @@ from typing import Literal, Protocol
 import torch
 
 from specd.errors import ModelError
-from specd.kernels.library import (
-    CBatch,
-    CLayer,
-    CModel,
-    Library,
-    Workspace,
-    compute_lock,
-    load_library,
-)
+from specd.kernels.library import CLayer, CModel, Library, load_library
 from specd.kernels.pack import PackedMatrix, Rows, WeightMemory, address, linear_record, quantise_rows, rows_of_tensor
+from specd.kernels.top import top_of_hidden
 from specd.kv import PagedKV
-from specd.models.base import ModelShape
-from specd.models.config import LlamaConfig, RopeConfig
-from specd.models.layers import inverse_frequencies, rope_angles
-from specd.tensors import BatchInfo, BestTokens
+from specd.models.base import ModelShape, feature_layers
+from specd.models.config import LlamaConfig
+from specd.models.native_run import NativeRun, RotaryTable
+from specd.tensors import BatchInfo, BestTokens, TopTokens
 
 Activations = Literal["fast", "exact"]
 _HEAD_STEP = 16  # the kernels' vectors along a head
-_ROPE_STEP = 1024  # positions that the rotary tables grow by
-_KV_KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 30}
 _CPU = torch.device("cpu")
 
 
@@ -98,25 +88,6 @@ class NativeLayer:
         )
 
 
-class RotaryTable:
-    """Cosines and sines f32[positions, D / 2], made in steps as contexts grow and shared by a model's copies."""
-
-    def __init__(self, rope: RopeConfig, head_dim: int) -> None:
-        self._inv_freq = inverse_frequencies(rope, head_dim)
-        self.cosines = self.sines = torch.empty((0, head_dim // 2))
-
-    def grow(self, num_positions: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The tables, with at least num_positions rows."""
-        while len(self.cosines) < num_positions:
-            first = len(self.cosines)
-            positions = torch.arange(first, first + _ROPE_STEP)
-            cos, sin = (
-                table[:, 0, : len(self._inv_freq)] for table in rope_angles(self._inv_freq, positions, torch.float32)
-            )
-            self.cosines, self.sines = torch.cat((self.cosines, cos)), torch.cat((self.sines, sin))
-        return self.cosines, self.sines
-
-
 class NativeLlama:
     """`specd.models.base.Model` on the CPU. Hidden states, logits and features are f32; KV may be narrower.
 
@@ -161,9 +132,8 @@ class NativeLlama:
     def _prepare(self) -> None:
         """The records that C reads, and this copy's own scratch."""
         config = self.config
-        self._workspace = Workspace(self.library)
         self._layer_records = (CLayer * len(self.layers))(*(layer.record() for layer in self.layers))
-        self._record = CModel(
+        record = CModel(
             layers=self._layer_records,
             norm=address(self.norm),
             embedding=self.embedding.record(),
@@ -177,6 +147,7 @@ class NativeLlama:
             eps=config.rms_norm_eps,
             activations=int(self.activations == "fast"),
         )
+        self._run = NativeRun(self.library, record, self.rotary)
 
     def truncated(self, num_layers: int) -> NativeLlama:
         """The first `num_layers` layers with the same norm and head, sharing every weight. Needs its own KV."""
@@ -191,6 +162,17 @@ class NativeLlama:
         model._prepare()
         return model
 
+    def with_layers(self, config: LlamaConfig, source: WeightSource, *, quantize: str) -> NativeLlama:
+        """Other layers and another final norm between the same embedding and head. Needs its own KV."""
+        reader = _Reader(source, self.library, quantize)
+        model = copy.copy(self)
+        model.layers = [reader.layer(index, config) for index in range(config.num_layers)]
+        model.norm = reader.vector("model.norm.weight")
+        model.config = config
+        model.shape = dataclasses.replace(self.shape, num_layers=config.num_layers)
+        model._prepare()
+        return model
+
     def prepare(self, batch: BatchInfo) -> BatchInfo:
         return batch  # the kernels read the batch as it is
 
@@ -198,82 +180,20 @@ class NativeLlama:
         self, tokens: torch.Tensor, batch: BatchInfo, kv: PagedKV, *, features: str | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """See `Model.forward`. Raises ModelError for a token, position, page or slot that does not exist."""
-        aux_layers = self._aux_layers(features)
-        hidden = torch.empty((len(tokens), self.config.hidden_size))
-        aux = torch.empty((len(tokens), len(aux_layers) * self.config.hidden_size)) if aux_layers else None
-        layers = [address(layer) for layer in kv.layers[: len(self.layers)]]
-        cosines, sines = self.rotary.grow(int(batch.kv_lens_cpu.max(initial=0)))
-        parents = None if batch.tree is None else batch.tree.parents.contiguous()
-        tokens = tokens.contiguous()
-        record = CBatch(
-            tokens=address(tokens),
-            positions=address(batch.positions),
-            write_slots=address(batch.write_slots),
-            query_lens=address(batch.query_lens_cpu),
-            kv_lens=address(batch.kv_lens_cpu),
-            kv_indptr=address(batch.kv_indptr_cpu),
-            kv_indices=address(batch.kv_indices_cpu),
-            parents=None if parents is None else address(parents),
-            kv=ctypes.cast((ctypes.c_void_p * len(layers))(*layers), ctypes.c_void_p),
-            cosines=address(cosines),
-            sines=address(sines),
-            num_tokens=len(tokens),
-            num_sequences=batch.num_rows,
-            tree_nodes=0 if parents is None else parents.shape[1],
-            page_size=batch.page_size,
-            num_pages=len(kv.layers[0]),
-            num_positions=len(cosines),
-            kv_kind=_KV_KINDS[kv.layers[0].dtype],
-            num_aux=len(aux_layers),
-            hidden=address(hidden),
-            aux=None if aux is None else address(aux),
-        )
-        record.aux_layers[: len(aux_layers)] = aux_layers
-        with compute_lock:
-            status = self.library.c.specd_forward(
-                self.library.functions,
-                ctypes.byref(self._record),
-                ctypes.byref(record),
-                self._workspace.pointer,
-                torch.get_num_threads(),
-            )
-        self.library.check(status)
+        hidden, aux = self._run.forward(tokens, batch, kv, aux_layers=feature_layers(features, len(self.layers)))
         return hidden, hidden if features == "last" else aux
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [R, H] after the final norm -> [R, V]; V counts padding rows of the head."""
-        hidden = hidden.contiguous()
-        logits = torch.empty((len(hidden), self.head.num_rows))
-        with compute_lock:
-            status = self.library.c.specd_logits(
-                self.library.functions,
-                ctypes.byref(self._record),
-                address(hidden),
-                len(hidden),
-                address(logits),
-                self._workspace.pointer,
-                torch.get_num_threads(),
-            )
-        self.library.check(status)
-        return logits
+        return self._run.logits(hidden)
 
     def best(self, hidden: torch.Tensor) -> BestTokens:
         """hidden [R, H] -> the largest logits; no row of logits is ever written."""
-        hidden = hidden.contiguous()
-        values, places = torch.empty(len(hidden)), torch.empty(len(hidden), dtype=torch.int64)
-        with compute_lock:
-            status = self.library.c.specd_argmax(
-                self.library.functions,
-                ctypes.byref(self._record),
-                address(hidden),
-                len(hidden),
-                address(values),
-                address(places),
-                self._workspace.pointer,
-                torch.get_num_threads(),
-            )
-        self.library.check(status)
-        return BestTokens(values, places)
+        return self._run.best(hidden)
+
+    def top(self, hidden: torch.Tensor, k: int) -> TopTokens:
+        """hidden [R, H] -> the k largest logits and the sum over all; no row of logits is ever written."""
+        return top_of_hidden(self.library, self._run.model, hidden, k)
 
     def weight_bytes(self) -> int:
         """Bytes of distinct weights as they are kept; a tied head counts once."""
@@ -281,16 +201,6 @@ class NativeLlama:
         packed |= {id(m): m.nbytes for m in (self.embedding, self.head)}
         vectors = [self.norm, *(v for layer in self.layers for v in (layer.input_norm, layer.mlp_norm))]
         return sum(packed.values()) + sum(vector.nbytes for vector in vectors)
-
-    def _aux_layers(self, features: str | None) -> tuple[int, ...]:
-        if features not in (None, "last", "aux"):
-            raise ModelError(f"unknown features {features!r}; 'last' and 'aux' exist")
-        if features != "aux":
-            return ()
-        count = len(self.layers)
-        if count < 3:
-            raise ModelError(f"'aux' features need at least 3 layers, the model has {count}")
-        return (2, count // 2, count - 3)
 
 
 class _Reader:

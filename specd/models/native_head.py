@@ -15,16 +15,16 @@ from collections.abc import Mapping
 import torch
 
 from specd.errors import ModelError
-from specd.kernels.library import CBatch, CFusion, CLayer, CLinear, CModel, Workspace, compute_lock
+from specd.kernels.library import CFusion, CLayer, CLinear, CModel
 from specd.kernels.pack import PackedMatrix, WeightMemory, address, linear_record, quantise_rows, rows_of_tensor
 from specd.kv import PagedKV
 from specd.models.base import ModelShape
 from specd.models.heads import HeadConfig, HeadFile, head_shapes, spread
-from specd.models.native import NativeLlama, RotaryTable
+from specd.models.native import NativeLlama
+from specd.models.native_run import NativeRun, RotaryTable
 from specd.tensors import BatchInfo
 
 _HEAD_STEP = 16  # the kernels' vectors along an attention head
-_KV_KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 30}
 
 
 class NativeHead:
@@ -58,77 +58,29 @@ class NativeHead:
             vocab_size=config.vocab_size,
             max_position=config.max_position,
         )
-        self._workspace = Workspace(self.library)
         self._fusion, self._layer = self._fusion_record(), self._layer_record()
-        self._record = self._model_record()
+        self._run = NativeRun(self.library, self._model_record(), self.rotary)
 
     def forward(
         self, tokens: torch.Tensor, states: torch.Tensor, batch: BatchInfo, kv: PagedKV, *, own: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Head.forward`. Raises ModelError for a token, position, page or slot that does not exist."""
         hidden_size = self.config.hidden_size
-        tokens, states = tokens.contiguous(), states.float().contiguous()
+        states = states.float().contiguous()
         assert states.shape == (len(tokens), hidden_size if own else self.config.feature_size), (states.shape, own)
-        out = torch.empty((len(tokens), hidden_size))
         # Without an output norm both are the same numbers.
         two = self.config.feedback == "pre_norm" and self.config.output_norm
-        before_norm = torch.empty_like(out) if two else out
-        cosines, sines = self.rotary.grow(int(batch.kv_lens_cpu.max(initial=0)))
-        parents = None if batch.tree is None else batch.tree.parents.contiguous()
-        layers = (ctypes.c_void_p * 1)(address(kv.layers[0]))
-        record = CBatch(
-            tokens=address(tokens),
-            positions=address(batch.positions),
-            write_slots=address(batch.write_slots),
-            query_lens=address(batch.query_lens_cpu),
-            kv_lens=address(batch.kv_lens_cpu),
-            kv_indptr=address(batch.kv_indptr_cpu),
-            kv_indices=address(batch.kv_indices_cpu),
-            parents=None if parents is None else address(parents),
-            kv=ctypes.cast(layers, ctypes.c_void_p),
-            cosines=address(cosines),
-            sines=address(sines),
-            num_tokens=len(tokens),
-            num_sequences=batch.num_rows,
-            tree_nodes=0 if parents is None else parents.shape[1],
-            page_size=batch.page_size,
-            num_pages=len(kv.layers[0]),
-            num_positions=len(cosines),
-            kv_kind=_KV_KINDS[kv.layers[0].dtype],
-            num_aux=int(two),
-            hidden=address(out),
-            aux=address(before_norm) if two else None,
-            states=address(states),
-            state_width=states.shape[1],
-        )
-        record.aux_layers[0] = 1  # after the only layer
-        with compute_lock:
-            status = self.library.c.specd_forward(
-                self.library.functions,
-                ctypes.byref(self._record),
-                ctypes.byref(record),
-                self._workspace.pointer,
-                torch.get_num_threads(),
-            )
-        self.library.check(status)
-        return out, before_norm
+        out, before_norm = self._run.forward(tokens, batch, kv, aux_layers=(1,) if two else (), states=states)
+        return out, out if before_norm is None else before_norm
 
     def logits(self, out: torch.Tensor) -> torch.Tensor:
         """m [R, H] -> f32[R, V], -inf outside the draft vocabulary."""
-        out = out.contiguous()
-        logits = torch.empty((len(out), self.lm_head.num_rows))
-        with compute_lock:
-            status = self.library.c.specd_logits(
-                self.library.functions,
-                ctypes.byref(self._record),
-                address(out),
-                len(out),
-                address(logits),
-                self._workspace.pointer,
-                torch.get_num_threads(),
-            )
-        self.library.check(status)
-        return spread(logits, self.token_ids, self.config.vocab_size)
+        return spread(self._run.logits(out), self.token_ids, self.config.vocab_size)
+
+    def best(self, out: torch.Tensor) -> torch.Tensor:
+        """m [R, H] -> i64[R]: the most likely tokens."""
+        places = self._run.best(out).tokens
+        return places if self.token_ids is None else self.token_ids[places]
 
     def weight_bytes(self) -> int:
         """Of its own weights: the embedding is the target's, and so is a whole lm_head."""

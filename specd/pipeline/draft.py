@@ -9,6 +9,8 @@ A drafter that fails costs this step's drafts and nothing else: they stay -1, wh
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import torch
 
@@ -28,30 +30,39 @@ def host_drafts(plan: StepPlan, device: torch.device) -> torch.Tensor:
     return torch.from_numpy(plan.host_drafts.astype(np.int64)).to(device, non_blocking=True)
 
 
-def grow_chain(
-    drafter: Drafter,
-    plan: StepPlan,
-    rows: list[int],
-    rule: str,
-    argmax: bool,
-    carry: DraftState,
-    device: torch.device,
-) -> DraftTokens:
-    """Drafts for `rows` (those whose source is the drafter), next to the host's proposals for the others.
+@dataclasses.dataclass(frozen=True, slots=True)
+class DraftRule:
+    """How drafts are drawn."""
 
-    argmax: draft greedily also where the request samples; then there are no proposal distributions.
-    """
+    acceptance: str = "exact"
+    argmax: bool = False  # also where the request samples; then there are no proposal distributions
+
+    def draws(self, plan: StepPlan) -> bool:
+        """Whether any row's drafts are drawn from a distribution; else the drafter's best tokens are all it takes.
+
+        A row's own answer never changes, so a carry has the logits of every row that draws.
+        """
+        if self.acceptance == "literal":
+            return True
+        return not self.argmax and any(row is not None and row.params.temperature > 0 for row in plan.sampling)
+
+
+def grow_chain(
+    drafter: Drafter, plan: StepPlan, rows: list[int], rule: DraftRule, carry: DraftState, device: torch.device
+) -> DraftTokens:
+    """Drafts for `rows` (those whose source is the drafter), next to the host's proposals for the others."""
     tokens = host_drafts(plan, device)
     probs: torch.Tensor | None = None
-    slots = torch.from_numpy(plan.slots[rows].astype(np.int64)).to(device)
-    state = DraftState(
-        logits=carry.logits[slots],
-        hidden=None if carry.hidden is None else carry.hidden[slots],
-    )
+    draws = rule.draws(plan)
+    state = carry.rows(torch.from_numpy(plan.slots[rows].astype(np.int64)).to(device))
+    if not draws:
+        state = dataclasses.replace(state, logits=None)
     lengths = plan.num_drafts[rows]
     for depth in range(int(lengths.max())):
-        sampling = draft_batch(plan, drafter.vocab_size, device, rows)
-        drawn, drawn_probs = draw_draft(state.logits, sampling, depth, rule=rule, sampled=not argmax)
+        drawn, drawn_probs = state.best, None
+        if draws:
+            sampling = draft_batch(plan, drafter.vocab_size, device, rows)
+            drawn, drawn_probs = draw_draft(state, sampling, depth, rule=rule.acceptance)
         index = torch.tensor(rows, dtype=torch.int64).to(device)
         tokens[index, depth] = drawn
         if drawn_probs is not None:
@@ -63,15 +74,14 @@ def grow_chain(
             state = _keep(state, going, device)
             rows, lengths = [rows[i] for i in going], lengths[going]
             drawn = drawn[torch.tensor(going, dtype=torch.int64).to(device)]
-            state = drafter.extend(drawn, state, _one_token(plan, rows, depth, drafter, device))
+            state = drafter.extend(drawn, state, _one_token(plan, rows, depth, drafter, device), logits=draws)
     return DraftTokens(tokens=tokens, probs=probs)
 
 
 def _keep(state: DraftState, rows: list[int], device: torch.device) -> DraftState:
-    if len(rows) == len(state.logits):
+    if len(rows) == len(state.best):
         return state
-    index = torch.tensor(rows, dtype=torch.int64).to(device)
-    return DraftState(state.logits[index], None if state.hidden is None else state.hidden[index])
+    return state.rows(torch.tensor(rows, dtype=torch.int64).to(device))
 
 
 def _one_token(plan: StepPlan, rows: list[int], depth: int, drafter: Drafter, device: torch.device) -> BatchInfo:
@@ -96,11 +106,10 @@ def _one_token(plan: StepPlan, rows: list[int], depth: int, drafter: Drafter, de
 class DraftStage:
     """Launches drafting on the draft stream."""
 
-    def __init__(self, drafter: Drafter | None, device: Device, *, rule: str, argmax: bool) -> None:
+    def __init__(self, drafter: Drafter | None, device: Device, *, rule: DraftRule) -> None:
         self._drafter = drafter
         self._device = device
         self._rule = rule
-        self._argmax = argmax
         self._stream = device.stream("draft")
 
     def launch(self, plan: StepPlan, carry: Handle[DraftState] | None) -> tuple[Handle[DraftTokens], int]:
@@ -117,7 +126,6 @@ class DraftStage:
             plan,
             rows,
             self._rule,
-            self._argmax,
             carry,
             device,
             stage="draft",

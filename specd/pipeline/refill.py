@@ -19,6 +19,7 @@ import torch
 from specd.device import Device, Handle
 from specd.drafters.base import Drafter
 from specd.kv import PagedFeatures
+from specd.pipeline.draft import DraftRule
 from specd.pipeline.verify import VerifyBatch
 from specd.step import I32, AcceptanceReport, DraftSource, Refill, RefillMode, StepPlan, indptr
 from specd.tensors import Acceptance, DraftState, DraftTokens, TargetOutput, batch_info
@@ -72,6 +73,7 @@ def refill_exact(
     plan: StepPlan,
     report: AcceptanceReport,
     carry: DraftState,
+    rule: DraftRule,
     device: torch.device,
 ) -> DraftState:
     """One ragged forward over the missing tokens; writes the drafter's KV and the carry."""
@@ -93,7 +95,7 @@ def refill_exact(
     read = None if features is None else features.read(info.write_slots)
     carried = torch.tensor(missing.carried, dtype=torch.int64).to(device)
     last_rows = info.qo_indptr[1:].long() - 1
-    state = drafter.refill(tokens, read, info, last_rows[carried])
+    state = drafter.refill(tokens, read, info, last_rows[carried], logits=rule.draws(plan))
     return write_carry(carry, info.slots[carried], state)
 
 
@@ -105,6 +107,7 @@ def refill_padded(
     plan: StepPlan,
     drafts: DraftTokens,
     carry: DraftState,
+    rule: DraftRule,
 ) -> DraftState:
     """The head over the target's own batch, without a host wait."""
     info = batch.info
@@ -114,7 +117,7 @@ def refill_padded(
     last_rows = torch.where(emits, accepted.last_row, info.qo_indptr[1:].long() - 1)
     inserted = torch.where(emits, accepted.next_token, next_prompt)
     tokens = shift_left(verified_tokens(batch, drafts.tokens), last_rows, inserted)
-    state = drafter.refill(tokens, output.features, info, last_rows)
+    state = drafter.refill(tokens, output.features, info, last_rows, logits=rule.draws(plan))
     # Rows in the middle of a prompt write their slot's carry too: the row that emits overwrites it before any draft.
     return write_carry(carry, info.slots, state)
 
@@ -134,9 +137,10 @@ def shift_left(tokens: torch.Tensor, last_rows: torch.Tensor, inserted: torch.Te
 
 def write_carry(carry: DraftState, slots: torch.Tensor, state: DraftState) -> DraftState:
     """Copies state rows into the carry at slots i64[B], in place."""
-    carry.logits.index_copy_(0, slots, state.logits.to(carry.logits.dtype))
-    if carry.hidden is not None and state.hidden is not None:
-        carry.hidden.index_copy_(0, slots, state.hidden.to(carry.hidden.dtype))
+    carry.best.index_copy_(0, slots, state.best)
+    for kept, new in ((carry.logits, state.logits), (carry.hidden, state.hidden)):
+        if kept is not None and new is not None:
+            kept.index_copy_(0, slots, new.to(kept.dtype))
     return carry
 
 
@@ -148,9 +152,10 @@ def _pages(plan: StepPlan, rows: list[int]) -> tuple[I32, I32]:
 class RefillStage:
     """Launches the drafter's catch-up on the draft stream."""
 
-    def __init__(self, drafter: Drafter, device: Device, *, features: PagedFeatures | None) -> None:
+    def __init__(self, drafter: Drafter, device: Device, *, features: PagedFeatures | None, rule: DraftRule) -> None:
         self._drafter = drafter
         self._features = features
+        self._rule = rule
         self._device = device
         self._stream = device.stream("refill")
 
@@ -160,9 +165,17 @@ class RefillStage:
         return self._drafter.traits.refill_mode is RefillMode.PADDED and bool((contiguous & (plan.refills > 0)).all())
 
     def launch_exact(self, plan: StepPlan, report: AcceptanceReport, carry: Handle[DraftState]) -> Handle[DraftState]:
-        device = self._device.torch_device
         return self._stream.launch(
-            refill_exact, self._drafter, self._features, plan, report, carry, device, stage="refill", step=plan.step
+            refill_exact,
+            self._drafter,
+            self._features,
+            plan,
+            report,
+            carry,
+            self._rule,
+            self._device.torch_device,
+            stage="refill",
+            step=plan.step,
         )
 
     def launch_padded(
@@ -175,5 +188,15 @@ class RefillStage:
         carry: Handle[DraftState],
     ) -> Handle[DraftState]:
         return self._stream.launch(
-            refill_padded, self._drafter, batch, output, accepted, plan, drafts, carry, stage="refill", step=plan.step
+            refill_padded,
+            self._drafter,
+            batch,
+            output,
+            accepted,
+            plan,
+            drafts,
+            carry,
+            self._rule,
+            stage="refill",
+            step=plan.step,
         )

@@ -87,7 +87,10 @@ def forward(
     emitting = hidden[batch.logit_rows]
     if batch.sampling.needs_logits:
         return TargetOutput(logits=model.logits(emitting), features=read)
-    return TargetOutput(logits=None, features=read, best=model.best(emitting))
+    if batch.sampling.logprobs is None:
+        return TargetOutput(logits=None, features=read, best=model.best(emitting))
+    top = model.top(emitting, batch.sampling.logprobs.width(model.shape.vocab_size))
+    return TargetOutput(logits=None, features=read, best=top.best, top=top)
 
 
 def prepare(model: Model, plan: StepPlan, put: Upload) -> VerifyBatch:

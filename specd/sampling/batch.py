@@ -83,6 +83,10 @@ class Logprobs:
     sequences: torch.Tensor  # i64[L] plan rows that ask
     num_top: int  # most alternatives asked for
 
+    def width(self, vocab_size: int) -> int:
+        """How many of a row's largest logits are looked for: one at least, and no more than there are."""
+        return min(max(self.num_top, 1), vocab_size)
+
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class SamplingBatch:
@@ -123,8 +127,11 @@ class SamplingBatch:
 
     @property
     def needs_logits(self) -> bool:
-        """False for a batch of plain greedy rows: the largest logit of each row says everything."""
-        return not self.all_greedy or self.processes or self.logprobs is not None
+        """False for a batch of greedy rows whose logits nothing changes: the largest of each row say everything.
+
+        Also what is most likely, when their log-sum-exp comes with them (`TargetOutput.top`).
+        """
+        return not self.all_greedy or self.processes
 
     @property
     def emit_position(self) -> torch.Tensor:

@@ -31,7 +31,16 @@ from specd.sampling.logprobs import emitted_logprobs
 from specd.sampling.noise import Purpose, position_keys, uniform
 from specd.sampling.process import Distribution, process, race
 from specd.step import StepPlan
-from specd.tensors import Acceptance, BatchInfo, BestTokens, DraftTokens, LogitMasks, TargetOutput
+from specd.tensors import (
+    Acceptance,
+    BatchInfo,
+    BestTokens,
+    DraftState,
+    DraftTokens,
+    LogitMasks,
+    TargetOutput,
+    TopTokens,
+)
 
 _CONFIGURED = SpeculationConfig()  # its defaults are the only ones
 
@@ -73,7 +82,7 @@ def accept(
     if sampling.num_rows == 0:
         return nothing_emitted(plan, info, sampling)
     if output.best is not None and masks is None and not sampling.needs_logits:
-        return keep_best(output.best, drafts, info, sampling)
+        return keep_best(output.best, output.top, drafts, info, sampling)
     logits = output.all_logits()
     processed = processed_logits(logits, drafts.tokens, sampling, masks)
     if sampling.all_greedy:
@@ -89,11 +98,13 @@ def accept(
     return finish(logits, finite, info, sampling, tokens, num_accepted, sampling.row_index, num_accepted)
 
 
-def keep_best(best: BestTokens, drafts: DraftTokens, info: BatchInfo, sampling: SamplingBatch) -> Acceptance:
-    """`accept` of plain greedy rows. p is one-hot in every row, so all rules coincide."""
+def keep_best(
+    best: BestTokens, top: TopTokens | None, drafts: DraftTokens, info: BatchInfo, sampling: SamplingBatch
+) -> Acceptance:
+    """`accept` of plain greedy rows. p is one-hot in every row, so all rules coincide. top: for log-probabilities."""
     tokens, num_accepted = keep_matching(best.tokens, drafts.tokens, sampling)
     finite = torch.isfinite(best.values)  # a maximum is NaN, +inf or -inf exactly when its row must not be used
-    return finish(None, finite, info, sampling, tokens, num_accepted, sampling.row_index, num_accepted)
+    return finish(top, finite, info, sampling, tokens, num_accepted, sampling.row_index, num_accepted)
 
 
 def processed_logits(
@@ -123,7 +134,7 @@ def nothing_emitted(plan: StepPlan, info: BatchInfo, sampling: SamplingBatch) ->
 
 
 def finish(
-    logits: torch.Tensor | None,
+    scores: torch.Tensor | TopTokens | None,
     finite: torch.Tensor,
     info: BatchInfo,
     sampling: SamplingBatch,
@@ -134,6 +145,7 @@ def finish(
 ) -> Acceptance:
     """What follows from the tokens, for chains and trees: failed rows, the newest token, log-probabilities.
 
+    scores as `emitted_logprobs` takes them; None where no row asks.
     finite bool[R]; tokens i64[B, W]; rows i64[B, W] the logits row of each token; last_node i64[B] the block row that
     gave the newest token.
     """
@@ -144,8 +156,8 @@ def finish(
     num_accepted = num_accepted.masked_fill(silent, 0)
     logprobs = top_ids = top_logprobs = None
     if sampling.logprobs is not None:
-        assert logits is not None
-        logprobs, top_ids, top_logprobs = emitted_logprobs(logits, rows, tokens, sampling.logprobs)
+        assert scores is not None
+        logprobs, top_ids, top_logprobs = emitted_logprobs(scores, rows, tokens, sampling.logprobs)
     return Acceptance(
         tokens=tokens,
         num_accepted=num_accepted,
@@ -225,21 +237,22 @@ ACCEPTANCE_RULES: dict[str, Rule] = {
 
 
 def draw_draft(
-    logits: torch.Tensor, batch: SamplingBatch, offset: int, *, rule: str = "exact", sampled: bool = True
+    state: DraftState, batch: SamplingBatch, offset: int, *, rule: str = "exact"
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Draft token `offset` (0 = the first) of every row, and the distribution it was drawn from if the rule needs it.
 
-    logits [B, V] of the drafter, batch from `draft_batch` -> tokens i64[B], probs f32[B, V] or None.
-    `sampled` false: the most likely token. Under the exact rule a drawn draft shares the target's noise, which is what
-    makes it likely to equal the target's draw.
+    state of the drafter, with logits (`draws` said so); batch from `draft_batch` -> tokens i64[B], probs f32[B, V] or
+    None. Under the exact rule a drawn draft shares the target's noise, which is what makes it likely to equal the
+    target's draw.
     """
+    assert state.logits is not None
+    # A greedy row's logits may be those of an earlier step, when nobody drew: its best token is always of this one.
+    given = Distribution(state.logits.float(), batch, state.best)
     if rule == "literal":
-        return logits.argmax(-1), Distribution(logits.float(), batch).probabilities()
-    if batch.all_greedy or not sampled:
-        return logits.argmax(-1), None
+        return state.best, given.probabilities()
     if rule != "ratio":
-        return Distribution(logits.float(), batch).draw(purpose=Purpose.TARGET, offset=offset), None
-    probs = Distribution(logits.float(), batch).probabilities()
+        return given.draw(purpose=Purpose.TARGET, offset=offset), None
+    probs = given.probabilities()
     keys = position_keys(batch.keys, batch.emit_position + offset, Purpose.DRAFT)
     return race(probs, keys), probs
 

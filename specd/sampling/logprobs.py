@@ -1,5 +1,8 @@
 """Log-probabilities of what was emitted: of the raw logits, before temperature and every other parameter.
 
+A row's log-sum-exp has one definition for each device and dtype (`top_tokens`), and `Model.top` gives the same bits
+without whole logits: a log-probability does not depend on who shares the batch, nor on what they need of theirs.
+
 Legend: B rows of the plan, L rows that ask, W = K + 1 tokens a row, R logits rows, N alternatives, V vocabulary.
 """
 
@@ -9,42 +12,65 @@ from functools import partial
 
 import torch
 
+from specd.kernels import draw as kernel
+from specd.kernels.top import top_of_rows
 from specd.sampling.batch import Logprobs
 from specd.sampling.blocks import in_blocks
+from specd.tensors import TopTokens
+
+
+def top_tokens(logits: torch.Tensor, k: int, rows: torch.Tensor | None = None) -> TopTokens:
+    """The k largest logits of each row (1 <= k <= V) and their log-sum-exp. logits [*, V], rows i64[R] (None = all)."""
+    if kernel.takes(logits):
+        return top_of_rows(logits, rows, k)
+    return torch_top_tokens(logits if rows is None else logits.index_select(0, rows), k)
+
+
+def torch_top_tokens(logits: torch.Tensor, k: int) -> TopTokens:
+    """`top_tokens` of all rows by torch. log_softmax takes each row by itself, as a sum over columns would not."""
+    scores = logits.float()
+    ids = in_blocks(partial(_top_ids, num_top=k), scores, width=scores.shape[-1])
+    peaks = scores.amax(-1, keepdim=True)  # NaN where the row has any
+    at_peak = torch.log_softmax(scores, dim=-1).gather(-1, ids[:, :1])
+    values = scores.gather(-1, ids).masked_fill(peaks.isnan(), float("nan"))
+    return TopTokens(values, ids, (peaks.double() - at_peak.double())[:, 0])
 
 
 def emitted_logprobs(
-    logits: torch.Tensor, rows: torch.Tensor, tokens: torch.Tensor, wanted: Logprobs
+    scores: torch.Tensor | TopTokens, rows: torch.Tensor, tokens: torch.Tensor, wanted: Logprobs
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """Only the rows that ask are computed.
 
-    logits [R, V] raw, rows i64[B, W] the logits row that gave each token, tokens i64[B, W] (-1 = none)
+    scores: raw logits [R, V], or their largest where each token is its row's best. rows i64[B, W] the logits row that
+    gave each token, tokens i64[B, W] (-1 = none)
     -> logprobs f32[B, W] (0 where there is no token or nobody asked), top ids i64[B, W, N] (-1 there), top logprobs
     f32[B, W, N]; the last two are None when N = 0.
     """
-    width = tokens.shape[1]
-    chosen = tokens.index_select(0, wanted.sequences)
-    some = chosen >= 0
-    scores = logits[rows.index_select(0, wanted.sequences)].float()  # [L, W, V]
-    scores = torch.log_softmax(scores, dim=-1)
-    own = scores.gather(-1, chosen.clamp(min=0)[..., None])[..., 0]
-    logprobs = scores.new_zeros(tokens.shape).index_copy_(0, wanted.sequences, own * some)
+    asked = rows.index_select(0, wanted.sequences).flatten()  # [L * W]
+    chosen = tokens.index_select(0, wanted.sequences).flatten()
+    some = (chosen >= 0)[:, None]
+    if isinstance(scores, TopTokens):
+        top = scores.rows(asked)
+        own = top.values[:, :1]
+    else:
+        top = top_tokens(scores, wanted.width(scores.shape[-1]), asked)
+        own = scores[asked, chosen.clamp(min=0)][:, None].float()
+
+    def spread(values: torch.Tensor, nothing: float) -> torch.Tensor:
+        """[L * W, N] -> [B, W, N]."""
+        out = values.new_full((*tokens.shape, values.shape[-1]), nothing)
+        kept = torch.where(some, values, nothing).view(-1, *out.shape[1:])
+        return out.index_copy_(0, wanted.sequences, kept)
+
+    logprobs = spread(top.logprobs(own), 0.0)[..., 0]
     if wanted.num_top == 0:
         return logprobs, None, None
-    flat_ids = in_blocks(partial(_top_ids, num_top=wanted.num_top), scores.flatten(0, 1), width=scores.shape[-1])
-    ids = flat_ids.view(*chosen.shape, -1)
-    values = scores.gather(-1, ids)
-    shape = (len(tokens), width, ids.shape[-1])
-    top_ids = torch.full(shape, -1, dtype=torch.int64, device=tokens.device)
-    top_ids.index_copy_(0, wanted.sequences, torch.where(some[..., None], ids, -1))
-    top_logprobs = scores.new_zeros(shape).index_copy_(0, wanted.sequences, values.masked_fill(~some[..., None], 0.0))
-    return logprobs, top_ids, top_logprobs
+    return logprobs, spread(top.tokens, -1), spread(top.logprobs(top.values), 0.0)
 
 
 def _top_ids(scores: torch.Tensor, num_top: int) -> torch.Tensor:
     """The largest scores f32[..., V] first, the lowest id first among equals (which topk itself leaves open)."""
-    vocab_size = scores.shape[-1]
     bits = (scores + 0.0).view(torch.int32)  # + 0.0: -0.0 is an equal of 0.0
     ordered = bits ^ (bits >> 31).bitwise_and_(0x7FFFFFFF)  # an integer that orders like the float
-    keys = ordered.long().bitwise_left_shift_(32).sub_(torch.arange(vocab_size, device=scores.device))
-    return keys.topk(min(num_top, vocab_size), dim=-1).indices
+    keys = ordered.long().bitwise_left_shift_(32).sub_(torch.arange(scores.shape[-1], device=scores.device))
+    return keys.topk(num_top, dim=-1).indices

@@ -64,10 +64,11 @@ class Distribution:
     row's token must not depend on who shares its batch. Only rules that read probabilities have them computed.
     """
 
-    def __init__(self, processed: torch.Tensor, batch: SamplingBatch) -> None:
-        """processed f32[R, V] of `process`, not modified."""
+    def __init__(self, processed: torch.Tensor, batch: SamplingBatch, best: torch.Tensor | None = None) -> None:
+        """processed f32[R, V] of `process`, not modified; best i64[R]: greedy rows' tokens where they are known."""
         self.processed = processed
         self.batch = batch
+        self._best = best
         self._usable: torch.Tensor | None = None  # bool[Rs] sampled rows that the kernels could draw from
 
     @functools.cached_property
@@ -78,6 +79,11 @@ class Distribution:
             return None
         rows = self.processed if sampled.rows is None else self.processed.index_select(0, sampled.rows)
         return filtered_probabilities(rows, sampled.filters)
+
+    @property
+    def best(self) -> torch.Tensor:
+        """i64[R]: what greedy rows take, the lowest id among equals."""
+        return self.processed.argmax(-1) if self._best is None else self._best
 
     def finite(self) -> torch.Tensor:
         """bool[R]: there is something to draw, both in the logits and in what the filters left of them."""
@@ -97,7 +103,7 @@ class Distribution:
         rows = None if self.batch.sampled is None else self.batch.sampled.rows
         if self.filtered is not None and rows is None:
             return self.filtered
-        out = torch.zeros_like(self.processed).scatter_(1, self.processed.argmax(-1, keepdim=True), 1.0)
+        out = torch.zeros_like(self.processed).scatter_(1, self.best[:, None], 1.0)
         return out if self.filtered is None or rows is None else out.index_copy_(0, rows, self.filtered)
 
     def draw(self, *, purpose: Purpose, offset: int = 0) -> torch.Tensor:
@@ -107,11 +113,11 @@ class Distribution:
         """
         batch = self.batch
         if batch.sampled is None:
-            return self.processed.argmax(-1)
+            return self.best
         keys = position_keys(batch.keys, batch.emit_position + offset, purpose)
         rows = batch.sampled.rows
         drawn = self._draw(batch.sampled, keys if rows is None else keys.index_select(0, rows))
-        return drawn if rows is None else self.processed.argmax(-1).index_copy_(0, rows, drawn)
+        return drawn if rows is None else self.best.index_copy(0, rows, drawn)
 
     def _draw(self, sampled: SampledRows, keys: torch.Tensor) -> torch.Tensor:
         """i64[Rs] of the sampled rows."""

@@ -84,6 +84,13 @@ def make_batch(data: Collected, chosen: list[int], *, passes: int, learned: torc
     )
 
 
+def evenly(chosen: list[int], lens: torch.Tensor, num_tokens: int) -> list[int]:
+    """Of the chosen sequences as many as num_tokens allow, at least one, evenly spread. lens i64[S] of all."""
+    share = min(1.0, num_tokens / float(lens[chosen].sum()))
+    count = max(1, round(share * len(chosen)))
+    return [chosen[i * len(chosen) // count] for i in range(count)]
+
+
 def follows(data: Collected) -> torch.Tensor:
     """bool[N]: the model wrote the token after this one. False at the end of a sequence: nothing is known there."""
     after = torch.zeros_like(data.written)

@@ -17,18 +17,24 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from specd.errors import ConfigError
+from specd.train.parallel import ParallelModel
 
 
-def save_checkpoint(
-    path: Path, weights: Mapping[str, torch.Tensor], optimizer: torch.optim.AdamW, state: Mapping[str, Any]
-) -> None:
-    tensors = {f"weight.{name}": tensor.detach() for name, tensor in weights.items()}
-    for name, tensor in weights.items():
-        moments = optimizer.state[tensor]
+def checkpoint_tensors(model: ParallelModel, optimizer: torch.optim.AdamW) -> dict[str, torch.Tensor]:
+    """Whole, whatever each rank holds of them. All ranks take part."""
+    tensors = {}
+    for name, parameter in model.parameters.items():
+        tensors[f"weight.{name}"] = model.gather(parameter)
+        moments = optimizer.state[parameter]
         if moments:
-            tensors |= {f"first.{name}": moments["exp_avg"], f"second.{name}": moments["exp_avg_sq"]}
+            tensors[f"first.{name}"] = model.gather(moments["exp_avg"])
+            tensors[f"second.{name}"] = model.gather(moments["exp_avg_sq"])
+    return tensors
+
+
+def save_checkpoint(path: Path, tensors: Mapping[str, torch.Tensor], state: Mapping[str, Any]) -> None:
     partial = path.with_suffix(".partial")
-    save_file(tensors, partial, metadata={"state": orjson.dumps(state).decode()})
+    save_file(dict(tensors), partial, metadata={"state": orjson.dumps(state).decode()})
     with partial.open("rb") as file:
         os.fsync(file.fileno())
     partial.replace(path)
@@ -44,17 +50,15 @@ def read_state(path: Path) -> dict[str, Any]:
     return dict(state)
 
 
-def load_checkpoint(
-    path: Path, weights: Mapping[str, torch.Tensor], optimizer: torch.optim.AdamW, steps_done: int
-) -> None:
-    """Into the weights, in place, and the optimizer."""
+def load_checkpoint(path: Path, model: ParallelModel, optimizer: torch.optim.AdamW, steps_done: int) -> None:
+    """Into the weights, in place, and the optimizer. Every rank reads the file."""
     tensors = load_file(path)
     with torch.no_grad():
-        for name, tensor in weights.items():
-            tensor.copy_(tensors[f"weight.{name}"])
+        for name, parameter in model.parameters.items():
+            parameter.copy_(model.place(name, tensors[f"weight.{name}"]))
             if f"first.{name}" in tensors:
-                optimizer.state[tensor] = {
+                optimizer.state[parameter] = {
                     "step": torch.tensor(float(steps_done)),
-                    "exp_avg": tensors[f"first.{name}"],
-                    "exp_avg_sq": tensors[f"second.{name}"],
+                    "exp_avg": model.place(name, tensors[f"first.{name}"]),
+                    "exp_avg_sq": model.place(name, tensors[f"second.{name}"]),
                 }

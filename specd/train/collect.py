@@ -36,7 +36,7 @@ _CPU = torch.device("cpu")
 @dataclasses.dataclass(frozen=True, slots=True)
 class CollectSettings:
     model: Path  # a .gguf file or a folder
-    corpus: Path
+    corpus: Path  # the file that the sequences are from
     output: Path
     features: Literal["last", "aux"] = "last"
     join: int = 0  # tokens of a joined sequence; 0: none are joined
@@ -45,14 +45,17 @@ class CollectSettings:
     kernels: KernelChoice = dataclasses.field(default_factory=lambda: KernelChoice("auto"))
 
 
-def collect(settings: CollectSettings) -> Origin:
-    """Writes every shard that is not there yet. Raises ConfigError and ModelError before anything is computed."""
+def collect(settings: CollectSettings, texts: Sequence[Text] | None = None) -> Origin:
+    """Writes every shard that is not there yet. Raises ConfigError and ModelError before anything is computed.
+
+    texts: what settings.corpus holds, where that is not a corpus file.
+    """
     target = load_target(
         settings.model, dtype="auto", device=_CPU, attention=TorchAttention(), kernels=settings.kernels
     )
-    texts = read_corpus(settings.corpus)
+    texts = read_corpus(settings.corpus) if texts is None else texts
     if settings.join:
-        texts = join(texts, settings.join, target.eos_ids)
+        texts = join(list(texts), settings.join, target.eos_ids)
     _check(texts, target, settings)
     groups = list(grouped(texts, settings.shard_tokens))
     origin = Origin(

@@ -19,9 +19,10 @@ from safetensors.torch import load_file
 from specd.errors import ConfigError
 from specd.step import indptr
 
-GIVEN, USER, ANSWER = 0, 1, 2  # a template or a written prompt; a user turn and an answer sampled from the model
+# A template or a written prompt; a user turn and an answer sampled from the model; what others wrote, learned from too.
+GIVEN, USER, ANSWER, OTHERS = 0, 1, 2, 3
 SHIPPED = Path(__file__).parent / "data" / "smollm2_chats.safetensors"
-_HELD_OUT_EVERY = 20
+HELD_OUT_EVERY = 20
 _JOINED_SHARE = 5  # one token in so many comes from joined sequences
 
 
@@ -48,7 +49,7 @@ def read_corpus(path: Path) -> list[Text]:
     if "held_out" in tensors:
         held_out = tensors["held_out"].numpy().astype(bool)
     else:
-        held_out = np.arange(len(lens)) % _HELD_OUT_EVERY == 0
+        held_out = np.arange(len(lens)) % HELD_OUT_EVERY == 0
     if len(held_out) != len(lens):
         raise ConfigError(f"{path}: {len(held_out)} held_out marks for {len(lens)} sequences")
     offsets = indptr(lens.astype(np.int32))

@@ -18,7 +18,11 @@ _ROWS = 256  # of a chunk: at 16k tokens each f32 matrix of it is 16 MB
 
 
 class _Divergence(torch.autograd.Function):
-    """Sum over passes and rows of weight * KL(teacher || student), and the gradient in `out`."""
+    """Sum over passes and rows of weight * KL(teacher || student), and the gradient in `out`.
+
+    With E_p[W] the mean of lm_head's rows under the goal p, the cross-entropy of q = softmax(out W^T) is
+    logsumexp(out W^T) - out . E_p[W], and its gradient E_q[W] - E_p[W]: no [rows, W] product of p and q is needed.
+    """
 
     @staticmethod
     def forward(
@@ -29,17 +33,20 @@ class _Divergence(torch.autograd.Function):
         weights: torch.Tensor,
         labels: torch.Tensor | None,
     ) -> torch.Tensor:
-        gradient = torch.zeros_like(out)
+        gradient = torch.empty_like(out)
         total = out.new_zeros(())
         for begin in range(0, out.shape[1], _ROWS):
             rows = slice(begin, begin + _ROWS)
-            goal, entropy = _goal(teacher[rows], lm_head, None if labels is None else labels[rows])
+            if labels is None:
+                goal, size = _mean_row(teacher[rows], lm_head)
+                entropy = size - (teacher[rows] * goal).sum(-1)
+            else:
+                goal, entropy = lm_head[labels[rows]], out.new_zeros(())
             for index in range(len(out)):
-                weight = weights[index, rows]
-                logq = F.linear(out[index, rows], lm_head).log_softmax(-1)
-                cross = -(goal * logq).sum(-1)
-                total += (weight * (cross - entropy)).sum()
-                gradient[index, rows] = (logq.exp_().sub_(goal).mul_(weight[:, None])) @ lm_head
+                student, weight = out[index, rows], weights[index, rows]
+                mean, size = _mean_row(student, lm_head)
+                total += (weight * (size - (student * goal).sum(-1) - entropy)).sum()
+                gradient[index, rows] = (mean - goal) * weight[:, None]
         ctx.save_for_backward(gradient)
         return total
 
@@ -49,15 +56,12 @@ class _Divergence(torch.autograd.Function):
         return gradient * grads[0], None, None, None, None
 
 
-def _goal(
-    teacher: torch.Tensor, lm_head: torch.Tensor, labels: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the student should say [rows, W], and its entropy [rows]."""
-    if labels is not None:
-        return F.one_hot(labels, len(lm_head)).to(teacher.dtype), teacher.new_zeros(len(labels))
-    logp = F.linear(teacher, lm_head).log_softmax(-1)
-    goal = logp.exp()
-    return goal, -(goal * logp).sum(-1)
+def _mean_row(states: torch.Tensor, lm_head: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """states [rows, H] -> the mean of lm_head's rows under softmax(states lm_head^T) [rows, H], and the logsumexp."""
+    logits = F.linear(states, lm_head)
+    logp = logits.log_softmax(-1)
+    size = logits[:, 0] - logp[:, 0]
+    return logp.exp_() @ lm_head, size
 
 
 def divergence(

@@ -82,6 +82,10 @@ class Figures:
     def empty(cls, passes: int) -> Figures:
         return cls(*(torch.zeros(passes, dtype=torch.float64) for _ in range(5)))
 
+    def tensors(self) -> list[torch.Tensor]:
+        """What several ranks add up."""
+        return [self.rows, self.divergence, self.overlap, self.reached, self.agreed]
+
     def report(self) -> dict[str, list[float]]:
         def ratio(top: torch.Tensor, bottom: torch.Tensor) -> list[float]:
             return [round(float(a / b), 4) if b else 0.0 for a, b in zip(top, bottom, strict=True)]

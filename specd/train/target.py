@@ -53,6 +53,13 @@ def read_frozen(path: Path) -> FrozenTarget:
     )
 
 
+def read_layers(path: Path, num_layers: int) -> dict[str, torch.Tensor]:
+    """The first layers and the final norm by their Hugging Face names, f32. Raises ModelError."""
+    config, weights = _open(path)
+    names = dataclasses.replace(config, num_layers=num_layers).weight_shapes()
+    return {name: _f32(weights, name) for name in names if name.startswith(("model.layers.", "model.norm."))}
+
+
 def weights_fingerprint(path: Path) -> str:
     """SHA-256 over the bytes of the weight files."""
     digest = hashlib.sha256()

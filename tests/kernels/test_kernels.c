@@ -10,7 +10,7 @@
 
 #include "specd_kernels.h"
 
-enum { HIDDEN = 256, INNER = 272, HEADS = 4, KV_HEADS = 2, WIDTH = 16, VOCABULARY = 53, LAYERS = 2, STATES = 3 * HIDDEN };
+enum { HIDDEN = 256, INNER = 272, HEADS = 4, KV_HEADS = 2, WIDTH = 16, VOCABULARY = 309, LAYERS = 2, STATES = 3 * HIDDEN };
 enum { PAGES = 36, PAGE_SIZE = 5, POSITIONS = 256 };
 
 static unsigned seed = 1;
@@ -206,6 +206,35 @@ static int64_t fill_arrays(Arrays *a, int tree) {
     return token;
 }
 
+/* The k largest and the sum, of hidden states and of the logits that they give: ordered, and the same bits. */
+static void check_top(const specd_kernels *level, const specd_model *model, const float *hidden, const float *logits,
+                      int64_t rows, specd_workspace *workspace, int threads) {
+    int64_t sizes[] = {1, 5, VOCABULARY}, order[MAX_TOKENS];
+    for (int s = 0; s < 3; s++) {
+        int64_t k = sizes[s], count = rows * k;
+        float *values = malloc((size_t)count * 8);
+        int64_t *places = malloc((size_t)count * 16);
+        double lse[2 * MAX_TOKENS];
+        specd_tops made = {values, places, lse, k}, read = {values + count, places + count, lse + rows, k};
+        specd_logits_rows given = {logits, order, rows, VOCABULARY, VOCABULARY};
+        for (int64_t row = 0; row < rows; row++) order[row] = row;
+        if (specd_top(level, model, hidden, rows, &made, workspace, threads) != SPECD_OK) fail("top");
+        if (specd_top_rows(level, &given, &read, workspace, threads) != SPECD_OK) fail("top of rows");
+        if (memcmp(values, values + count, (size_t)count * 4) != 0) fail("top values");
+        if (memcmp(places, places + count, (size_t)count * 8) != 0) fail("top places");
+        if (memcmp(lse, lse + rows, (size_t)rows * 8) != 0) fail("log-sum-exp");
+        for (int64_t i = 0; i < count; i++) {
+            if (values[i] != logits[i / k * VOCABULARY + places[i]]) fail("top logit");
+            if (i % k == 0) continue;
+            if (values[i] > values[i - 1] || (values[i] == values[i - 1] && places[i] < places[i - 1])) fail("order");
+        }
+        made.k = VOCABULARY + 1;
+        if (specd_top(level, model, hidden, rows, &made, workspace, threads) != SPECD_BAD_ARGUMENT) fail("bad k");
+        free(values);
+        free(places);
+    }
+}
+
 /* state_width: 0, or of the states that a head reads. */
 static void check_forward(int32_t activations, int32_t kv_kind, int tree, int64_t state_width) {
     specd_model model = make_model(activations, state_width ? make_fusion() : NULL);
@@ -243,6 +272,7 @@ static void check_forward(int32_t activations, int32_t kv_kind, int tree, int64_
                 if (isfinite(values[t]) && logits[t * VOCABULARY + places[t]] != values[t]) fail("argmax");
                 if (!isfinite(values[t])) fail("finite");
             }
+            check_top(specd_level(name), &model, first, logits, tokens, workspace, threads);
             specd_workspace_free(workspace);
         }
     }

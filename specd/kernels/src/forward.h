@@ -262,54 +262,6 @@ static void run_logits(Job *job, int thread, int threads) {
                threads);
 }
 
-/* Whether a logit takes the place of the best so far; the first NaN stays. */
-INLINE int better(float value, float best) { return value > best || (value != value && best == best); }
-
-static void best_of_tile(Job *job, const float *tile, int64_t strip, long row, int count, int thread) {
-    int64_t left = job->model->head.rows - strip * SPECD_STRIP;
-    for (int i = 0; i < count; i++) {
-        float *best = job->best + thread * job->num_rows + row + i;
-        int64_t *place = job->best_place + thread * job->num_rows + row + i;
-        for (int n = 0; n < SPECD_STRIP && n < left; n++) {
-            if (!better(tile[i * SPECD_STRIP + n], *best)) continue;
-            *best = tile[i * SPECD_STRIP + n];
-            *place = strip * SPECD_STRIP + n;
-        }
-    }
-}
-
-static void run_argmax(Job *job, int thread, int threads) {
-    const specd_model *model = job->model;
-    const specd_matrix *head = &model->head;
-    strip_layout l = layout_of(head->kind, head->cols);
-    StripKernel kernel = strip_kernel(head->kind, model->activations);
-    Range mine = share(strips_of(head->rows), thread, threads), rows = share(job->num_rows, thread, threads);
-    float tile[MAX_ROWS * SPECD_STRIP];
-    take_input(job, model->hidden, needs_of(head, model->activations), thread, threads);
-    for (long row = 0; row < job->num_rows; row++) {
-        job->best[thread * job->num_rows + row] = -INFINITY;
-        job->best_place[thread * job->num_rows + row] = mine.first * SPECD_STRIP;
-    }
-    for (long strip = mine.first; strip < mine.last; strip++) {
-        Strip w = strip_at(head, &l, strip);
-        for (long row = 0; row < job->num_rows; row += MAX_ROWS) {
-            int count = job->num_rows - row < MAX_ROWS ? (int)(job->num_rows - row) : MAX_ROWS;
-            kernel(&w, &job->narrow, row, count, tile);
-            w.next = w.values;
-            best_of_tile(job, tile, strip, row, count, thread);
-        }
-    }
-    specd_team_wait(&job->team, threads);
-    for (long row = rows.first; row < rows.last; row++) {
-        int owner = 0; /* threads hold ascending places, so the first of equals is the lowest */
-        for (int t = 1; t < threads; t++) {
-            if (better(job->best[t * job->num_rows + row], job->best[owner * job->num_rows + row])) owner = t;
-        }
-        job->output[row] = job->best[owner * job->num_rows + row];
-        job->places[row] = job->best_place[owner * job->num_rows + row];
-    }
-}
-
 static void run_exp(const float *x, int64_t count, float *exp_out, float *silu_out) {
     for (int64_t i = 0; i < count; i += W) {
         float in[W] = {0}, out[W];

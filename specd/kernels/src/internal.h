@@ -56,7 +56,7 @@ typedef struct {
     const specd_model *model;
     const specd_batch *batch;
     const specd_linear *linear; /* of specd_linear_rows */
-    int64_t num_rows;           /* T, or the rows of logits, argmax and linear */
+    int64_t num_rows;           /* T, or the rows of logits, top and linear */
     Inputs narrow;              /* H columns: normed rows */
     Inputs heads;               /* the same memory: attention's output */
     Inputs wide;                /* I columns: the MLP's inside */
@@ -71,12 +71,18 @@ typedef struct {
     float *partial;
     AttendScratch *scratch; /* [threads] */
     atomic_llong *next;     /* [layers] next item of attention nobody has taken */
-    const float *input;     /* logits, argmax, linear: [rows, columns] */
+    const float *input;     /* logits, top, linear: [rows, columns] */
     float *output;
-    int64_t *places;
-    float *best;         /* [threads, rows] */
-    int64_t *best_place; /* [threads, rows] */
     int32_t activations; /* of specd_linear_rows */
+    const specd_tops *tops;
+    const specd_logits_rows *given; /* of top: NULL where lm_head makes them */
+    int64_t vocabulary;             /* of top */
+    float *tiles;                   /* [threads, rows, TOP_SEGMENT] */
+    float *peaks;                   /* [rows, segments] */
+    float *sums;                    /* [rows, segments] */
+    float *top_values;              /* [threads, rows, k] */
+    int64_t *top_places;            /* [threads, rows, k] */
+    int64_t *top_counts;            /* [threads, rows] */
     const specd_draws *draws;
     float *scratch_floats; /* of drawing, all threads' */
     Team team;
@@ -89,7 +95,7 @@ struct specd_kernels {
     const char *name;
     Phase forward;
     Phase logits;
-    Phase argmax;
+    Phase top;
     Phase linear;
     Phase draw;
     void (*exp)(const float *x, int64_t count, float *exp_out, float *silu_out);

@@ -17,4 +17,6 @@
 
 #include "draw.h"
 
-const specd_kernels specd_avx2 = {"avx2", run_forward, run_logits, run_argmax, run_rows, run_draw, run_exp, run_read};
+#include "top.h"
+
+const specd_kernels specd_avx2 = {"avx2", run_forward, run_logits, run_top, run_rows, run_draw, run_exp, run_read};

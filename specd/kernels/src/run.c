@@ -11,6 +11,7 @@
 #endif
 
 #include "internal.h"
+#include "valid.h"
 
 /* Some 50 us of looking, then the core is offered to others: on a busy machine the one waited for may need it. */
 enum { SPINS = 1000, SMALL_BATCH_ITEMS = 4 };
@@ -243,51 +244,6 @@ static void plan_forward(Arena *arena, Job *job, int threads) {
     job->qkv = take(arena, rows * (query + 2 * model->kv_heads * model->head_dim), sizeof(float));
 }
 
-static int valid_tree(const specd_batch *batch, int64_t sequence) {
-    if (batch->query_lens[sequence] != batch->tree_nodes) return 0;
-    for (int64_t n = 0; n < batch->tree_nodes; n++) {
-        if (batch->parents[sequence * batch->tree_nodes + n] >= n) return 0;
-    }
-    return 1;
-}
-
-static int valid_sequence(const specd_batch *batch, int64_t sequence) {
-    int64_t length = batch->kv_lens[sequence], first = batch->kv_indptr[sequence];
-    int64_t pages = batch->kv_indptr[sequence + 1] - first;
-    if (batch->query_lens[sequence] < 0 || batch->query_lens[sequence] > length) return 0;
-    if (pages * batch->page_size < length) return 0;
-    for (int64_t p = 0; p < pages; p++) {
-        if (batch->kv_indices[first + p] < 0 || batch->kv_indices[first + p] >= batch->num_pages) return 0;
-    }
-    return batch->parents == NULL || valid_tree(batch, sequence);
-}
-
-/* States are read as wide as the batch says, and written H wide. */
-static int valid_states(const specd_model *model, const specd_batch *batch) {
-    const specd_linear *features = model->fusion ? &model->fusion->features : NULL;
-    if (features == NULL) return batch->states == NULL;
-    if (batch->num_tokens > 0 && batch->states == NULL) return 0;
-    if (batch->state_width == model->hidden) return 1;
-    return features->num_parts > 0 && batch->state_width == features->parts[0].cols;
-}
-
-/* Every index that memory is reached by. */
-static int valid_batch(const specd_model *model, const specd_batch *batch) {
-    int64_t tokens = 0, slots = batch->num_pages * batch->page_size;
-    if (batch->page_size < 1 || batch->num_aux > SPECD_MAX_AUX || model->head_dim % SPECD_STRIP) return 0;
-    if (!valid_states(model, batch)) return 0;
-    for (int64_t b = 0; b < batch->num_sequences; b++) {
-        if (!valid_sequence(batch, b)) return 0;
-        tokens += batch->query_lens[b];
-    }
-    for (int64_t t = 0; t < batch->num_tokens; t++) {
-        if (batch->tokens[t] < 0 || batch->tokens[t] >= model->embedding.rows) return 0;
-        if (batch->positions[t] < 0 || batch->positions[t] >= batch->num_positions) return 0;
-        if (batch->write_slots[t] < 0 || batch->write_slots[t] >= slots) return 0;
-    }
-    return tokens == batch->num_tokens;
-}
-
 int specd_forward(const specd_kernels *kernels, const specd_model *model, const specd_batch *batch,
                   specd_workspace *workspace, int32_t wanted) {
     Job job = {.model = model, .batch = batch};
@@ -317,8 +273,6 @@ static int run_rows(Phase phase, Job *job, int64_t width, specd_workspace *works
     for (int pass = 0; pass < 2; pass++) {
         Arena arena = {pass ? workspace->data : NULL, 0};
         plan_inputs(&arena, &job->narrow, job->num_rows, width);
-        job->best = take(&arena, threads * job->num_rows, sizeof(float));
-        job->best_place = take(&arena, threads * job->num_rows, sizeof(int64_t));
         if (!pass && reserve(workspace, arena.used) != SPECD_OK) return SPECD_NO_MEMORY;
     }
     if (job->num_rows > 0) run_team(job, phase, threads);
@@ -333,8 +287,41 @@ int specd_logits(const specd_kernels *kernels, const specd_model *model, const f
 
 int specd_argmax(const specd_kernels *kernels, const specd_model *model, const float *hidden, int64_t num_rows,
                  float *values, int64_t *places, specd_workspace *workspace, int32_t threads) {
-    Job job = {.model = model, .num_rows = num_rows, .input = hidden, .output = values, .places = places};
-    return run_rows(kernels->argmax, &job, model->hidden, workspace, usable_threads(threads));
+    specd_tops tops = {values, places, NULL, 1};
+    return specd_top(kernels, model, hidden, num_rows, &tops, workspace, threads);
+}
+
+static int run_tops(const specd_kernels *kernels, Job *job, specd_workspace *workspace, int threads) {
+    int64_t rows = job->num_rows, k = job->tops->k, lists = threads * rows;
+    int64_t segments = (job->vocabulary + SPECD_TOP_SEGMENT - 1) / SPECD_TOP_SEGMENT;
+    if (k < 1 || k > job->vocabulary) return SPECD_BAD_ARGUMENT;
+    for (int pass = 0; pass < 2; pass++) {
+        Arena arena = {pass ? workspace->data : NULL, 0};
+        if (!job->given) {
+            plan_inputs(&arena, &job->narrow, rows, job->model->hidden);
+            job->tiles = take(&arena, lists * SPECD_TOP_SEGMENT, sizeof(float));
+        }
+        job->peaks = take(&arena, rows * segments, sizeof(float));
+        job->sums = take(&arena, rows * segments, sizeof(float));
+        job->top_values = take(&arena, lists * k, sizeof(float));
+        job->top_places = take(&arena, lists * k, sizeof(int64_t));
+        job->top_counts = take(&arena, lists, sizeof(int64_t));
+        if (!pass && reserve(workspace, arena.used) != SPECD_OK) return SPECD_NO_MEMORY;
+    }
+    if (rows > 0) run_team(job, kernels->top, threads);
+    return SPECD_OK;
+}
+
+int specd_top(const specd_kernels *kernels, const specd_model *model, const float *hidden, int64_t num_rows,
+              const specd_tops *tops, specd_workspace *workspace, int32_t threads) {
+    Job job = {.model = model, .num_rows = num_rows, .input = hidden, .tops = tops, .vocabulary = model->head.rows};
+    return run_tops(kernels, &job, workspace, usable_threads(threads));
+}
+
+int specd_top_rows(const specd_kernels *kernels, const specd_logits_rows *given, const specd_tops *tops,
+                   specd_workspace *workspace, int32_t threads) {
+    Job job = {.given = given, .num_rows = given->num_rows, .tops = tops, .vocabulary = given->vocabulary};
+    return run_tops(kernels, &job, workspace, usable_threads(threads));
 }
 
 int specd_linear_rows(const specd_kernels *kernels, const specd_linear *linear, int32_t activations, const float *x,

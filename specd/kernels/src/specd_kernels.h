@@ -14,9 +14,9 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define SPECD_ABI 3
+#define SPECD_ABI 4
 
-enum { SPECD_STRIP = 16, SPECD_GROUP = 32, SPECD_SEGMENT = 64, SPECD_MAX_AUX = 8 };
+enum { SPECD_STRIP = 16, SPECD_GROUP = 32, SPECD_SEGMENT = 64, SPECD_TOP_SEGMENT = 256, SPECD_MAX_AUX = 8 };
 
 /* Weight formats: the numbers of ggml. */
 enum specd_kind {
@@ -130,6 +130,24 @@ typedef struct {
     int64_t stride;
 } specd_draws;
 
+/* Rows of logits that exist. */
+typedef struct {
+    const float *logits; /* rows of V, `stride` apart */
+    const int64_t *rows; /* [R] which of them, NULL: the first R */
+    int64_t num_rows;
+    int64_t vocabulary;
+    int64_t stride;
+} specd_logits_rows;
+
+/* The k largest logits of each row, (logit descending, place ascending), and log(sum of e^logit) over the whole row;
+ * see top.h. A row with a NaN has NaN in all of its values and in its sum. */
+typedef struct {
+    float *values;   /* out [R, k] */
+    int64_t *places; /* out [R, k] */
+    double *lse;     /* out [R]; NULL: not wanted */
+    int64_t k;       /* 1 .. V */
+} specd_tops;
+
 /* Scratch of one model: grows, is reused by every call, and serves one call at a time. */
 typedef struct specd_workspace specd_workspace;
 
@@ -170,6 +188,12 @@ int specd_logits(const specd_kernels *kernels, const specd_model *model, const f
 /* The largest logit of each row and its place, the lowest on ties. A row with a NaN gives NaN. */
 int specd_argmax(const specd_kernels *kernels, const specd_model *model, const float *hidden, int64_t num_rows,
                  float *values, int64_t *places, specd_workspace *workspace, int32_t threads);
+/* Of the rows that specd_logits would give, bit for bit. */
+int specd_top(const specd_kernels *kernels, const specd_model *model, const float *hidden, int64_t num_rows,
+              const specd_tops *tops, specd_workspace *workspace, int32_t threads);
+/* The same of rows that exist: equal rows give equal bits. */
+int specd_top_rows(const specd_kernels *kernels, const specd_logits_rows *given, const specd_tops *tops,
+                   specd_workspace *workspace, int32_t threads);
 int specd_draw(const specd_kernels *kernels, const specd_draws *draws, specd_workspace *workspace, int32_t threads);
 /* One projection alone: x [num_rows, cols] -> y [num_rows, sum of rows]. For tests and benchmarks. */
 int specd_linear_rows(const specd_kernels *kernels, const specd_linear *linear, int32_t activations, const float *x,

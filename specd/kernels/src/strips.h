@@ -100,7 +100,7 @@ INLINE void put_tile(const float *tile, const float *bias, int mode, int width, 
     }
 }
 
-/* One strip times all rows. */
+/* One strip times all rows; `out` is where its first result of the first row goes. */
 static void run_strip(const specd_matrix *matrix, const strip_layout *l, StripKernel kernel, int64_t strip,
                       const Inputs *in, long rows, int mode, float *out, int64_t ld) {
     float tile[MAX_ROWS * SPECD_STRIP];
@@ -113,7 +113,7 @@ static void run_strip(const specd_matrix *matrix, const strip_layout *l, StripKe
         kernel(&w, in, row, count, tile);
         w.next = w.values;
         for (int i = 0; i < count; i++) {
-            put_tile(tile + i * SPECD_STRIP, bias, mode, width, out + (row + i) * ld + first);
+            put_tile(tile + i * SPECD_STRIP, bias, mode, width, out + (row + i) * ld);
         }
     }
 }
@@ -131,7 +131,7 @@ static void run_linear(const specd_linear *linear, int32_t activations, const In
         StripKernel kernel = strip_kernel(matrix->kind, activations);
         for (int64_t s = 0; s < strips; s++) {
             if (base + s < mine.first || base + s >= mine.last) continue;
-            run_strip(matrix, &l, kernel, s, in, rows, mode, out + offset, ld);
+            run_strip(matrix, &l, kernel, s, in, rows, mode, out + offset + s * SPECD_STRIP, ld);
         }
         base += strips;
         offset += matrix->rows;

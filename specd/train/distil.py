@@ -1,0 +1,177 @@
+"""Distils a shallow draft model: the target's first layers and final norm, trained to say what the whole target says.
+
+    tokens -> embedding (frozen) -> N layers -> final norm -> lm_head (frozen);  the target's states x lm_head = teacher
+
+A draft token at any position is the same function of the text before it, so one forward is all that training and
+figures need; the folder that is written borrows embedding, output head and tokenizer (`specd.models.borrowed`).
+
+Legend: B sequences, L positions, R predicted tokens, H hidden, N query heads, M key/value heads, D head size.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from specd.errors import ConfigError
+from specd.models.borrowed import own_shapes, write_borrowing
+from specd.models.config import LlamaConfig
+from specd.models.layers import inverse_frequencies, rms_norm, rope_angles, rotate
+from specd.train.batches import Batch, follows, sequences
+from specd.train.loss import divergence
+from specd.train.parallel import joined
+from specd.train.run import Vocabulary
+from specd.train.shards import Collected, read_shards
+from specd.train.target import FrozenTarget, read_frozen, read_layers, weights_fingerprint
+from specd.train.trainer import Plan, Trainer, matmul_precision
+
+# Settings that a run may go on with changed.
+_FREE = (
+    "model", "shards", "output", "eval_every", "eval_tokens", "eval_steps", "stop_after", "shard", "rank_timeout",
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DraftSettings:
+    """What is trained and how. The first three say where; everything else makes the run what it is."""
+
+    model: Path
+    shards: Path
+    output: Path
+    layers: int
+    epochs: int = 6
+    batch_tokens: int = 2048
+    accumulate: int = 1
+    lr: float = 5e-4
+    warmup: int = 50
+    weight_decay: float = 0.01
+    clip: float = 1.0
+    seed: int = 0
+    precision: str = "fp32"
+    eval_every: int = 100
+    eval_tokens: int = 16384
+    eval_steps: int = 3
+    stop_after: int = 0
+    shard: str = "ddp"
+    rank_timeout: float = 600.0
+
+    def identity(self) -> dict[str, Any]:
+        """What a checkpoint must agree with."""
+        return {name: value for name, value in dataclasses.asdict(self).items() if name not in _FREE}
+
+
+def train(settings: DraftSettings) -> dict[str, Any]:
+    """Trains to the end, or goes on where the output folder's checkpoint stands. Gives the best held-out figures.
+
+    Raises ConfigError, ModelError, and RankError when one of several ranks fails.
+    """
+    with joined(settings.rank_timeout) as ranks, matmul_precision(settings.precision):
+        data = read_shards(settings.shards)
+        target = read_frozen(settings.model)
+        _check(settings, data, target)
+        task = DraftTask(settings, data, target)
+        trainer = Trainer(Plan.of(settings), data, task, ranks, identity=settings.identity())
+        trainer.resume()
+        return trainer.train()
+
+
+class TrainableDraft:
+    """The first layers of a Llama as a differentiable function of their weights; embedding and lm_head stay outside.
+
+    weights: by the names on disk, f32 leaves with requires_grad.
+    """
+
+    def __init__(self, config: LlamaConfig, weights: Mapping[str, torch.Tensor], embedding: torch.Tensor) -> None:
+        """config: the draft's own number of layers. embedding: the target's table [V, H], never changed."""
+        self.config = config
+        self.embedding = embedding
+        self.weights: Mapping[str, torch.Tensor] = {
+            name: weights[name].detach().to(torch.float32, copy=True).requires_grad_() for name in own_shapes(config)
+        }
+        self._inv_freq = inverse_frequencies(config.rope, config.head_dim)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """tokens i64[B, L] -> [B, L, H] after the final norm: position i says token i + 1."""
+        x = F.embedding(tokens, self.embedding)
+        angles = rope_angles(self._inv_freq, torch.arange(tokens.shape[1]), x.dtype)
+        for index in range(self.config.num_layers):
+            prefix = f"model.layers.{index}."
+            x = x + self._attend(prefix, x, *angles)
+            inner = self._norm(f"{prefix}post_attention_layernorm", x)
+            gate, up = (self._linear(f"{prefix}mlp.{name}_proj", inner) for name in ("gate", "up"))
+            x = x + self._linear(f"{prefix}mlp.down_proj", F.silu(gate) * up)
+        return self._norm("model.norm", x)
+
+    def _attend(self, prefix: str, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        config = self.config
+        inner = self._norm(f"{prefix}input_layernorm", x)
+        query, key, value = (self._heads(f"{prefix}self_attn.{name}_proj", inner) for name in "qkv")
+        query, key = rotate(query, cos, sin), rotate(key, cos, sin)  # [B, L, heads, D]
+        group = config.num_heads // config.num_kv_heads
+        key, value = key.repeat_interleave(group, dim=2), value.repeat_interleave(group, dim=2)
+        attended = F.scaled_dot_product_attention(
+            query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), is_causal=True
+        )
+        return self._linear(f"{prefix}self_attn.o_proj", attended.transpose(1, 2).flatten(2))
+
+    def _heads(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        """[B, L, H] -> [B, L, heads, D]"""
+        return self._linear(name, x).view(*x.shape[:2], -1, self.config.head_dim)
+
+    def _linear(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias"))
+
+    def _norm(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        return rms_norm(x, self.weights[f"{name}.weight"], self.config.rms_norm_eps)
+
+
+class DraftTask:
+    """`specd.train.trainer.Task`: the divergence from the target at every token of an answer."""
+
+    name = "model"
+    passes = 1
+
+    def __init__(self, settings: DraftSettings, data: Collected, target: FrozenTarget) -> None:
+        config = dataclasses.replace(target.config, num_layers=settings.layers)
+        self.target = target
+        self.vocabulary = Vocabulary.of(target.lm_head, None)
+        self.learned = follows(data)
+        self.model = TrainableDraft(config, read_layers(settings.model, settings.layers), target.embedding)
+        self.summary = f"{settings.layers} of {target.config.num_layers} layers"
+
+    def loss(self, model: TrainableDraft, batch: Batch, generator: torch.Generator) -> torch.Tensor:
+        out = self.outputs(model, batch, 1)
+        return divergence(out, batch.teacher, self.vocabulary.rows, torch.ones(out.shape[:2]))
+
+    def outputs(self, model: TrainableDraft, batch: Batch, passes: int) -> torch.Tensor:
+        out = model.forward(batch.tokens[:, : batch.features.shape[1]])
+        return out[batch.row, batch.at].expand(passes, -1, -1)
+
+    def write(self, path: Path, weights: Mapping[str, torch.Tensor]) -> None:
+        config, target = self.target.config, self.target
+        names = {
+            "name": target.name,
+            "hidden_size": config.hidden_size,
+            "intermediate_size": config.intermediate_size,
+            "vocab_size": target.vocab_size,
+            "num_layers": config.num_layers,
+        }
+        write_borrowing(path, weights, self.model.config, target=names)
+
+    def provenance(self) -> dict[str, Any]:
+        return {}
+
+
+def _check(settings: DraftSettings, data: Collected, target: FrozenTarget) -> None:
+    if data.origin.fingerprint != weights_fingerprint(settings.model):
+        raise ConfigError(f"{settings.shards}: were collected from {data.origin.target}, not from {settings.model}")
+    if settings.layers >= target.config.num_layers:
+        raise ConfigError(f"--layers {settings.layers}: {target.name} has {target.config.num_layers}; give fewer")
+    for held_out in (False, True):
+        if not sequences(data, held_out=held_out):
+            raise ConfigError(f"{settings.shards}: no sequence is {'held out' if held_out else 'to train on'}")

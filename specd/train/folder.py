@@ -1,0 +1,62 @@
+"""The output folder of a training run, in which only the first rank writes.
+
+`log.jsonl` has a line for each step and each look at held-out sequences; `checkpoint.safetensors` is where the run
+stands; `head/` (or `model/`, of a draft model) is the best so far, whole at any time.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Callable, Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+
+class RunFolder:
+    """See the module. Every method is without effect where writes is False."""
+
+    def __init__(self, path: Path, *, writes: bool) -> None:
+        self._path, self._writes = path, writes
+        self.checkpoint = path / "checkpoint.safetensors"
+        if writes:
+            path.mkdir(parents=True, exist_ok=True)
+
+    def begin(self, step: int | None) -> None:
+        """Drops the log's lines of steps after that one, all of them for None: they will be made again."""
+        path = self._path / "log.jsonl"
+        if not self._writes or not path.exists():
+            return
+        lines = path.read_bytes().splitlines()
+        kept = [line for line in lines if step is not None and orjson.loads(line)["step"] <= step]
+        path.write_bytes(b"".join(line + b"\n" for line in kept))
+
+    def log(self, record: Mapping[str, Any]) -> None:
+        if self._writes:
+            with (self._path / "log.jsonl").open("ab") as file:
+                file.write(orjson.dumps(record) + b"\n")
+
+    def say(self, text: str) -> None:
+        """To standard error."""
+        if self._writes:
+            print(text, file=sys.stderr, flush=True)
+
+    def replace(self, name: str, write: Callable[[Path], None], provenance: Mapping[str, Any]) -> None:
+        """Replaces the folder of that name by what write puts into a fresh one, and provenance.json."""
+        if not self._writes:
+            return
+        partial = self._path / f"{name}.partial"
+        shutil.rmtree(partial, ignore_errors=True)
+        write(partial)
+        versions = {package: version(package) for package in ("specd", "torch")}
+        data = {"command": sys.argv, "versions": versions, **provenance}
+        (partial / "provenance.json").write_bytes(orjson.dumps(data, option=orjson.OPT_INDENT_2) + b"\n")
+        final, old = self._path / name, self._path / f"{name}.old"
+        shutil.rmtree(old, ignore_errors=True)
+        if final.exists():
+            final.rename(old)
+        partial.rename(final)
+        shutil.rmtree(old, ignore_errors=True)

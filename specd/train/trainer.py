@@ -1,0 +1,247 @@
+"""The loop of a training run, whatever is trained.
+
+    epoch -> steps of `accumulate` batches -> loss of the task -> AdamW -> every so often: held-out figures, checkpoint,
+    and the model's folder when it is the best so far by the drafts that greedy verification keeps
+
+A run that finds a checkpoint in its output folder (`folder.py`) goes on from it. Under torchrun the ranks share the
+forwards of each step (`parallel.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import math
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from specd.errors import ConfigError
+from specd.train.batches import Batch, epoch_batches, evenly, follows, make_batch, sequences
+from specd.train.checkpoint import checkpoint_tensors, load_checkpoint, read_state, save_checkpoint
+from specd.train.folder import RunFolder
+from specd.train.parallel import Ranks, parallel_head
+from specd.train.run import Figures, Vocabulary, add_figures
+from specd.train.shards import Collected
+
+
+class Task(Protocol):
+    """What is trained: a model whose `weights` are f32 leaves, and what is asked of it."""
+
+    name: str  # of the folder that the best one is written to
+    model: Any
+    vocabulary: Vocabulary
+    learned: torch.Tensor  # bool[N] rows of the shards whose next token is learned
+    passes: int  # of a batch that is trained on
+    summary: str  # said when a run begins
+
+    def loss(self, model: Any, batch: Batch, generator: torch.Generator) -> torch.Tensor:
+        """Summed over the batch's rows."""
+        ...
+
+    def outputs(self, model: Any, batch: Batch, passes: int) -> torch.Tensor:
+        """[P, R, H]: what the output head reads, to say the batch's rows in every position of a draft."""
+        ...
+
+    def write(self, path: Path, weights: Mapping[str, torch.Tensor]) -> None:
+        """The folder that serves."""
+        ...
+
+    def provenance(self) -> Mapping[str, Any]:
+        """What is written down beside settings, data and figures."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Plan:
+    """The settings that every run has, by the names they have in each task's own."""
+
+    output: Path
+    epochs: int
+    batch_tokens: int  # padded tokens of a forward
+    accumulate: int  # forwards of an optimizer step, shared by the ranks
+    lr: float
+    warmup: int  # optimizer steps
+    weight_decay: float
+    clip: float
+    seed: int
+    eval_every: int  # optimizer steps
+    eval_tokens: int  # held-out tokens that are looked at
+    eval_steps: int  # positions of a draft that are looked at
+    stop_after: int  # optimizer steps, then a checkpoint; 0: train to the end
+    shard: str  # "ddp" or "fsdp"
+
+    @classmethod
+    def of(cls, settings: Any) -> Plan:
+        return cls(**{field.name: getattr(settings, field.name) for field in dataclasses.fields(cls)})
+
+
+@contextlib.contextmanager
+def matmul_precision(precision: str) -> Iterator[None]:
+    """ "bf16" is several times as fast where the CPU has matrix instructions (AMX), and only there or on avx512_bf16
+    different from "fp32"."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium" if precision == "bf16" else "highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def render(record: Mapping[str, Any]) -> str:
+    """The best held-out figures for people."""
+    report = record["held_out"]
+    lines = [f"best at step {record['step']}, {record['kept']} drafts kept of {len(report['top1'])} by greedy decoding"]
+    lines += [f"{name:8}" + "".join(f"{value:9.4f}" for value in report[name]) for name in ("top1", "overlap", "loss")]
+    return "\n".join(lines)
+
+
+class Trainer:
+    """One training run: everything that a step reads and changes."""
+
+    def __init__(self, plan: Plan, data: Collected, task: Task, ranks: Ranks, *, identity: Mapping[str, Any]) -> None:
+        """identity: what a checkpoint must agree with, as JSON."""
+        self.plan, self.data, self.task, self.ranks = plan, data, task, ranks
+        self.identity = dict(identity) | {"data": data.fingerprint}
+        self.folder = RunFolder(plan.output, writes=ranks.first)
+        self.train_set = sequences(data, held_out=False)
+        self.held_out = evenly(sequences(data, held_out=True), data.lens, plan.eval_tokens)
+        self.answers = follows(data)
+        self.model = parallel_head(task.model, ranks, plan.shard)
+        self.optimizer = torch.optim.AdamW(
+            list(self.model.parameters.values()), lr=plan.lr, betas=(0.9, 0.95), weight_decay=plan.weight_decay
+        )
+        self.step, self.tokens, self.best = 0, 0, -1.0
+        self.best_figures: dict[str, Any] = {}
+        self.steps_per_epoch = len(self._steps(0))
+        self.total = plan.epochs * self.steps_per_epoch
+
+    def resume(self) -> None:
+        """From the output folder's checkpoint, if there is one. Raises ConfigError when it is of another run."""
+        path = self.folder.checkpoint
+        if not path.exists():
+            self.ranks.check_same(self.identity | {"step": 0})
+            self.folder.begin(None)
+            return
+        state = read_state(path)
+        for name, value in self.identity.items():
+            if state["identity"].get(name) != value:
+                raise ConfigError(
+                    f"{path}: was made with {name} {state['identity'].get(name)!r}, not {value!r}; "
+                    "give the same settings, or another --output"
+                )
+        self.ranks.check_same(self.identity | {"step": state["step"]})
+        load_checkpoint(path, self.model, self.optimizer, state["step"])
+        self.step, self.tokens, self.best = state["step"], state["tokens"], state["best"]
+        self.best_figures = state["best_figures"]
+        self.folder.begin(self.step)
+        self.folder.say(f"going on from step {self.step} of {self.total}")
+
+    def train(self) -> dict[str, Any]:
+        """To the end, or to plan.stop_after. Gives the best held-out figures."""
+        plan = self.plan
+        self.folder.say(f"{self.total} steps on {self.ranks.size} rank(s); {self.task.summary}")
+        stop = min(self.total, plan.stop_after or self.total)
+        if self.step == 0:
+            self._evaluate()
+        started, before = time.monotonic(), self.tokens
+        while self.step < stop:
+            epoch, index = divmod(self.step, self.steps_per_epoch)
+            steps = self._steps(epoch)
+            # Padding differs from epoch to epoch: all have as many steps as the first, dropped or repeated.
+            while index < self.steps_per_epoch and self.step < stop:
+                record = self._train_step(steps[index % len(steps)])
+                seconds = time.monotonic() - started
+                record |= {"epoch": epoch, "tokens_per_s": round((self.tokens - before) / seconds, 1)}
+                self.folder.log(record)
+                index += 1
+                if self.step % plan.eval_every == 0 or self.step == stop:
+                    self._evaluate()
+                    started, before = time.monotonic(), self.tokens
+        return self.best_figures
+
+    def _steps(self, epoch: int) -> list[list[list[int]]]:
+        """The sequences of every forward of every optimizer step."""
+        plan = self.plan
+        flat = epoch_batches(self.data, self.train_set, plan.batch_tokens, seed=plan.seed, epoch=epoch)
+        return [flat[i : i + plan.accumulate] for i in range(0, len(flat), plan.accumulate)]
+
+    def _train_step(self, groups: list[list[int]]) -> dict[str, Any]:
+        plan, ranks, task = self.plan, self.ranks, self.task
+        batches = [
+            (index, make_batch(self.data, groups[index], passes=task.passes, learned=task.learned))
+            for index in ranks.share(range(len(groups)))
+        ]
+        rows = max(int(ranks.total(sum(len(batch.at) for _, batch in batches))), 1)
+        losses = [functools.partial(self._loss, batch=batch, index=index, rows=rows) for index, batch in batches]
+        total = ranks.total(self.model.backward(losses))
+        norm = self.model.clip(plan.clip)
+        lr = plan.lr * learning_rate(self.step, plan.warmup, self.total)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        if not math.isfinite(total) or not math.isfinite(norm):
+            raise ConfigError(f"step {self.step}: the loss is {total}, the gradient {norm}: lower --lr")
+        self.optimizer.step()
+        self.step += 1
+        self.tokens += rows
+        return {"step": self.step, "loss": round(total, 5), "lr": lr, "gradient": round(norm, 4)}
+
+    def _loss(self, model: Any, *, batch: Batch, index: int, rows: int) -> torch.Tensor:
+        """Of forward `index` of this step, which has so many rows in all. Chance does not depend on the rank."""
+        place = (self.plan.seed * 1_000_003 + self.step) * 1_000_003 + index
+        return self.task.loss(model, batch, torch.Generator().manual_seed(place % 2**63)) / rows
+
+    @torch.no_grad()
+    def _evaluate(self) -> None:
+        """Held-out figures into the log; a checkpoint; the model's folder when it is the best so far."""
+        task, passes = self.task, max(self.task.passes, self.plan.eval_steps)
+        figures = Figures.empty(passes)
+        groups = epoch_batches(self.data, self.held_out, self.plan.batch_tokens, seed=0, epoch=0)
+        with self.model.whole():
+            for group in self.ranks.share(groups):
+                batch = make_batch(self.data, group, passes=passes, learned=self.answers)
+                add_figures(figures, task.outputs(self.model.head, batch, passes), batch, task.vocabulary)
+        self.ranks.sum(figures.tensors())
+        report = figures.report()
+        # The expected number of drafts that greedy verification keeps of as many as there are passes.
+        kept = sum(math.prod(report["top1"][: index + 1]) for index in range(passes))
+        record = {"step": self.step, "held_out": report, "kept": round(kept, 4)}
+        self.folder.log(record)
+        self.folder.say(
+            f"step {self.step}: held-out top-1 {report['top1']}, overlap {report['overlap']}, kept {kept:.3f}"
+        )
+        tensors = checkpoint_tensors(self.model, self.optimizer)
+        if kept > self.best:
+            self.best, self.best_figures = kept, record
+            self._export({name: tensors[f"weight.{name}"] for name in self.model.parameters})
+        state = {
+            "step": self.step,
+            "tokens": self.tokens,
+            "best": self.best,
+            "best_figures": self.best_figures,
+            "identity": self.identity,
+        }
+        if self.ranks.first:
+            save_checkpoint(self.folder.checkpoint, tensors, state)
+
+    def _export(self, weights: Mapping[str, torch.Tensor]) -> None:
+        provenance = {
+            "settings": self.identity,
+            "ranks": self.ranks.size,
+            "shards": dataclasses.asdict(self.data.origin),
+            **self.task.provenance(),
+            "figures": self.best_figures,
+        }
+        self.folder.replace(self.task.name, lambda path: self.task.write(path, weights), provenance)
+
+
+def learning_rate(step: int, warmup: int, total: int) -> float:
+    """A share of the highest: linear warm-up, then a cosine down to a hundredth."""
+    if step < warmup:
+        return (step + 1) / warmup
+    done = (step - warmup) / max(total - warmup, 1)
+    return 0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * done))
