@@ -39,7 +39,7 @@ _LEVELS = {
 
 
 def _sources() -> list[str]:
-    names = ["run", "pack", "level_portable"]
+    names = ["run", "pack", "step", "level_portable"]
     if platform.machine().lower() in ("x86_64", "amd64"):
         names += _LEVELS
     return [f"{_SOURCES}/{name}.c" for name in names]

@@ -16,6 +16,8 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
+import os
 import queue
 import random
 import threading
@@ -45,6 +47,11 @@ class Handle(Generic[T]):
     def result(self) -> T:
         """Blocks until it is there. For streams and tests; the event loop awaits instead."""
         return self._future.result()
+
+    async def settled(self) -> None:
+        """Until it is there or has failed, which `error` tells."""
+        with contextlib.suppress(Exception):
+            await self
 
     def done(self) -> bool:
         return self._future.done()
@@ -218,7 +225,9 @@ class Device:
         *,
         timeline: Timeline,
         frames: Frames | None = None,
+        overlaps: bool = True,
     ) -> None:
+        self.overlaps = overlaps  # whether the host can work beside the streams; else each would slow the other down
         self.torch_device = torch_device
         self.timeline = timeline
         self.frames = frames  # persistent inputs; None: a step's inputs are fresh tensors
@@ -250,7 +259,12 @@ def cpu_device(*, layout: str, threads: int, timeline: Timeline) -> Device:
     # Paired streams compute at the same time; with one stream a stage accept and refill are short, so two still share.
     share = max(1, threads // min(2, len(names)))
     streams = {name: ThreadStream(name, timeline, share) for name in sorted(names)}
-    return Device(torch.device("cpu"), {s: streams[n] for s, n in _LAYOUTS[layout].items()}, timeline=timeline)
+    return Device(
+        torch.device("cpu"),
+        {stage: streams[name] for stage, name in _LAYOUTS[layout].items()},
+        timeline=timeline,
+        overlaps=threads < (os.cpu_count() or 1),
+    )
 
 
 def inline_device(timeline: Timeline | None = None) -> Device:

@@ -26,7 +26,8 @@ def fresh_upload(device: torch.device) -> Upload:
     """A new tensor each time (on a CPU: the array's own memory)."""
 
     def upload(name: str, array: npt.NDArray[Any]) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(device, non_blocking=True)
+        tensor = torch.from_numpy(np.ascontiguousarray(array))
+        return tensor if device.type == "cpu" else tensor.to(device, non_blocking=True)
 
     return upload
 

@@ -68,12 +68,12 @@ class PagedFeatures:
     def __init__(self, *, num_pages: int, page_size: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
         self.page_size = page_size
         self.data = lazy_zeros((num_pages, page_size, width), dtype, device)
+        self._flat = self.data.view(-1, width)
 
     def write(self, batch: BatchInfo, features: torch.Tensor) -> None:
         """features [T, F] at the batch's query slots."""
-        slots = batch.write_slots
-        self.data[slots // self.page_size, slots % self.page_size] = features.to(self.data.dtype)
+        self._flat.index_copy_(0, batch.write_slots, features.to(self.data.dtype))
 
     def read(self, slots: torch.Tensor) -> torch.Tensor:
         """Flat slots i64[M] -> [M, F]."""
-        return self.data[slots // self.page_size, slots % self.page_size]
+        return self._flat.index_select(0, slots)

@@ -172,6 +172,7 @@ class TargetOutput:
     logits: torch.Tensor | None  # [R, V], model dtype; None where `best` (and `top`) is all that the batch needs
     features: torch.Tensor | None = None  # [T, F]
     best: BestTokens | None = None
+    tokens: torch.Tensor | None = None  # i64[T] what was computed, drafts included
     top: TopTokens | None = None  # where log-probabilities are asked for too
 
     def all_logits(self) -> torch.Tensor:

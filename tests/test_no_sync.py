@@ -307,8 +307,7 @@ def exact_stage(rig: Rig, *, head: bool) -> DraftState:
 
 def padded_stage(rig: Rig) -> DraftState:
     plan, batch, output, accepted = accept_stage(rig, "exact", head=True)
-    drafts = DraftTokens(torch.full((plan.num_rows, plan.max_drafts), 4, device=rig.device))
-    return refill_padded(rig.head, batch, output, accepted, plan, drafts, rig.carry(CONFIG.hidden_size), DraftRule())
+    return refill_padded(rig.head, batch, output, accepted, plan, rig.carry(CONFIG.hidden_size), DraftRule())
 
 
 def aux_features(rig: Rig) -> torch.Tensor:

@@ -100,9 +100,9 @@ def test_the_check_of_pairs_can_fail() -> None:
     batch = make_batch([(3, 3, [1])], page_size=4)
     features = torch.tensor([feature(tokens[: i + 1]) for i in range(3)]).float()
     right = [(feature(tokens[: i + 1]), tokens[i + 1]) for i in range(3)]
-    head.refill(torch.tensor(tokens[1:]), features, batch, torch.tensor([2]))
+    head.refill(torch.tensor(tokens[1:]), features, batch, torch.tensor([2]), logits=True)
     assert head.pairs([1], 3) == right
-    head.refill(torch.tensor(tokens[:3]), features, batch, torch.tensor([2]))
+    head.refill(torch.tensor(tokens[:3]), features, batch, torch.tensor([2]), logits=True)
     assert head.pairs([1], 3) != right
 
 

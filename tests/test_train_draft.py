@@ -33,7 +33,6 @@ from tests.native import needs_kernels
 from tests.tiny import (
     CPU,
     LLAMA3_ROPE,
-    greedy,
     make_kv,
     tiny_config,
     tiny_llama,
@@ -43,7 +42,7 @@ from tests.tiny import (
 from tests.tiny import (
     make_batch as make_paged_batch,
 )
-from tests.training import TORCH, write_corpus
+from tests.training import TORCH, nearly_bigram, write_corpus
 
 CONFIG = tiny_config(vocab_size=320, num_layers=6)  # of every byte, so that the folder has a tokenizer
 KERNELS = [pytest.param("torch", id="torch"), pytest.param("native", id="native", marks=needs_kernels)]
@@ -51,16 +50,17 @@ KERNELS = [pytest.param("torch", id="torch"), pytest.param("native", id="native"
 
 @pytest.fixture(scope="module")
 def places(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A target whose later layers matter, and shards of what it said itself."""
+    """A target whose later layers say what the first two do not, and could; shards of sixty of its tokens."""
     folder = tmp_path_factory.mktemp("draft")
-    target = tiny_llama(config=CONFIG, weights=tiny_weights(CONFIG))
+    weights = nearly_bigram(tiny_weights(CONFIG))
+    for index in range(2, CONFIG.num_layers):
+        weights[f"model.layers.{index}.mlp.down_proj.weight"] *= 5
+    model = write_hf_folder(folder / "model", config=CONFIG, weights=weights)
     generator = np.random.default_rng(0)
     texts = []
     for index in range(80):
-        start = generator.integers(3, 320, 4).tolist()
-        ids = np.asarray(start + greedy(target, start, int(generator.integers(12, 28))), np.int32)
+        ids = generator.integers(3, 63, int(generator.integers(16, 30))).astype(np.int32)
         texts.append(Text(ids, np.where(np.arange(len(ids)) < 4, 0, 2).astype(np.uint8), index % 4 == 0))
-    model = write_hf_folder(folder / "model", config=CONFIG)
     corpus = write_corpus(folder / "corpus.safetensors", texts)
     collect_shards(CollectSettings(model, corpus, folder / "shards", batch_tokens=256, kernels=TORCH))
     return model, folder / "shards"
@@ -77,7 +77,7 @@ def settings(places: tuple[Path, Path], tmp_path: Path) -> DraftSettings:
 def drafted(places: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run's folder."""
     output = tmp_path_factory.mktemp("drafted") / "run"
-    train(DraftSettings(*places, output, layers=2, epochs=30, batch_tokens=512, warmup=4, lr=3e-3, eval_every=20))
+    train(DraftSettings(*places, output, layers=2, epochs=30, batch_tokens=512, warmup=4, lr=3e-3, eval_every=30))
     return output
 
 
@@ -105,11 +105,9 @@ def test_a_draft_learns_what_its_layers_alone_do_not_say(drafted: Path) -> None:
     lines = [orjson.loads(line) for line in (drafted / "log.jsonl").read_bytes().splitlines()]
     looks = [line for line in lines if "held_out" in line]
     first, best = looks[0], max(looks, key=lambda line: line["kept"])
-    assert best["kept"] > 2 * first["kept"]  # the control: the target's two layers as they are
-    assert best["held_out"]["overlap"][0] > 1.3 * first["held_out"]["overlap"][0]
-    assert looks[-1]["held_out"]["loss"][0] < 0.7 * first["held_out"]["loss"][0]
-    # The same function at every position; only the condition of top1 differs.
-    assert best["held_out"]["loss"][0] == pytest.approx(best["held_out"]["loss"][1], rel=0.2)
+    assert best["held_out"]["top1"][0] > 1.8 * first["held_out"]["top1"][0]  # the control: the layers as they were
+    assert best["held_out"]["overlap"][0] > 1.8 * first["held_out"]["overlap"][0]
+    assert looks[-1]["held_out"]["loss"][0] < 0.3 * first["held_out"]["loss"][0]
     provenance = orjson.loads((drafted / "model" / "provenance.json").read_bytes())
     assert provenance["figures"] == best
     assert provenance["settings"]["layers"] == 2
@@ -149,7 +147,7 @@ def test_the_folder_is_the_trained_model(
     with torch.inference_mode():
         out, _ = served.forward(tokens, make_paged_batch([(20, 20, [0, 1])]), make_kv(served))  # type: ignore[arg-type]
         wanted = trained.forward(tokens[None])[0]
-    near = 1e-3 if kernels == "torch" or activations == "exact" else 0.1
+    near = 1e-3 if kernels == "torch" or activations == "exact" else 0.3
     torch.testing.assert_close(out, wanted, rtol=near, atol=near)
     other = TrainableDraft(config, read_layers(places[0], 2), frozen.embedding)
     assert (other.forward(tokens[None])[0] - wanted).abs().max() > 1  # the control: what it began as
@@ -176,7 +174,7 @@ async def test_the_folder_drafts_for_the_target(drafted: Path, places: tuple[Pat
             kept = sum(stats.accepted_tokens.values()) / sum(stats.drafts.values())
     one, other = texts.values()
     assert one == other
-    assert kept > 0.3
+    assert kept > 0.2
 
 
 def test_a_run_that_is_taken_up_again_is_the_same_bit_for_bit(settings: DraftSettings, tmp_path: Path) -> None:

@@ -15,14 +15,14 @@ from safetensors.torch import load_file
 
 from specd.errors import ConfigError
 from specd.train.mtp import MtpSettings, train
-from specd.train.parallel import world
+from specd.train.parallel import Ranks, check_share, world
 from tests.training import random_texts, run_ranks, tiny_shards
 
 _STEPS = 12
 # Two ranks never have as many of them as the other: an epoch of the tiny corpus ends with a step of fewer.
 _OPTIONS = {
     "draft-vocab": 60, "steps": 2, "epochs": 4, "batch-tokens": 256, "accumulate": 3, "warmup": 4, "lr": 2e-3,
-    "noise": 0.1, "feature-weight": 0.1, "eval-every": 5, "stop-after": _STEPS, "rank-timeout": 30,
+    "noise": 0.1, "feature-weight": 0.1, "eval-every": 5, "stop-after": _STEPS, "rank-timeout": 60,
 }  # fmt: skip
 
 
@@ -73,7 +73,7 @@ def assert_the_same_run(alone: Path, together: Path) -> None:
 
 def test_two_ranks_under_torchrun_are_one_process(alone: MtpSettings, tmp_path: Path) -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "specd"]
-    done = subprocess.run([*launcher, *words(alone, tmp_path)], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([*launcher, *words(alone, tmp_path)], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("drafts kept of") == 1  # one of them speaks
     assert done.stderr.count("held-out top-1") == 4
@@ -112,11 +112,11 @@ def test_a_rank_that_fails_ends_the_other(alone: MtpSettings, tmp_path: Path) ->
 
 def test_a_rank_that_hangs_ends_the_other(alone: MtpSettings, tmp_path: Path) -> None:
     patch = (
-        "import time\nimport specd.train.mtp as mtp\nreal = mtp._Run._train_step\n"
+        "import time\nimport specd.train.trainer as trainer\nreal = trainer.Trainer._train_step\n"
         "def slow(self, groups):\n"
         "    if rank == 0 and self.step == 2: time.sleep(10)\n"
         "    return real(self, groups)\n"
-        "mtp._Run._train_step = slow\n"
+        "trainer.Trainer._train_step = slow\n"
     )
     (first, _), (second, said) = run_ranks([words(alone, tmp_path, rank_timeout=8)] * 2, patch=patch)
     assert (first, second) == (1, 1)
@@ -132,22 +132,27 @@ def test_ranks_that_were_started_differently_are_refused(alone: MtpSettings, tmp
 
 
 @pytest.mark.parametrize(
-    ("env", "shard", "message"),
+    ("env", "message"),
     [
-        ({"WORLD_SIZE": "4", "RANK": "0", "MASTER_ADDR": "x", "MASTER_PORT": "1"}, "ddp", "--accumulate 3: 4 ranks"),
-        ({"WORLD_SIZE": "2", "RANK": "0"}, "ddp", "WORLD_SIZE=2 without MASTER_ADDR, MASTER_PORT"),
-        ({"WORLD_SIZE": "2", "RANK": "2", "MASTER_ADDR": "x", "MASTER_PORT": "1"}, "ddp", "RANK=2: must be below"),
-        ({"WORLD_SIZE": "two"}, "ddp", "WORLD_SIZE='two': not a whole number"),
-        ({}, "fsdp", "--shard fsdp: one process has nothing to share"),
+        ({"WORLD_SIZE": "2", "RANK": "0"}, "WORLD_SIZE=2 without MASTER_ADDR, MASTER_PORT"),
+        ({"WORLD_SIZE": "2", "RANK": "2", "MASTER_ADDR": "x", "MASTER_PORT": "1"}, "RANK=2: must be below"),
+        ({"WORLD_SIZE": "two"}, "WORLD_SIZE='two': not a whole number"),
     ],
 )
-def test_what_cannot_be_shared_is_refused(
-    alone: MtpSettings, monkeypatch: pytest.MonkeyPatch, env: dict[str, str], shard: str, message: str
+def test_an_environment_that_cannot_be_used_is_refused(
+    monkeypatch: pytest.MonkeyPatch, env: dict[str, str], message: str
 ) -> None:
     for name, value in env.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=message):
-        train(dataclasses.replace(alone, shard=shard))
+        world()
+
+
+def test_what_cannot_be_shared_is_refused(alone: MtpSettings) -> None:
+    with pytest.raises(ConfigError, match="--accumulate 3: 4 ranks share the forwards of a step; give at least 4"):
+        check_share(Ranks(3, 4), accumulate=3, shard="ddp")
+    with pytest.raises(ConfigError, match="--shard fsdp: one process has nothing to share"):
+        train(dataclasses.replace(alone, shard="fsdp"))
 
 
 def test_one_process_is_a_run_of_one_rank() -> None:

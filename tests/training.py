@@ -71,7 +71,7 @@ def tiny_shards(
     return model, folder / "shards"
 
 
-def run_ranks(words: Sequence[Sequence[str]], *, patch: str = "", timeout_s: float = 60.0) -> list[tuple[int, str]]:
+def run_ranks(words: Sequence[Sequence[str]], *, patch: str = "", timeout_s: float = 120.0) -> list[tuple[int, str]]:
     """`specd` with words[r] as rank r of len(words), all at a time: exit code and standard error of each.
 
     patch: Python that every rank runs before, with `rank` set. TimeoutExpired when one has not ended in time.

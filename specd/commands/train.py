@@ -11,6 +11,7 @@ from specd.commands import train_collect, train_draft, train_validate
 from specd.commands.train_options import add_numbers, add_training
 from specd.errors import ConfigError
 from specd.models import fetch
+from specd.train.recipe import RecipeParser
 
 _LOWEST = {
     "join": 0, "batch_tokens": 1, "shard_tokens": 1, "threads": 1, "draft_vocab": 0, "steps": 1, "epochs": 1,
@@ -22,17 +23,20 @@ _ABOVE_ZERO = ("lr", "clip", "step_decay", "rank_timeout")
 
 
 def add_verbs(parser: argparse.ArgumentParser) -> None:
-    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB", parser_class=RecipeParser)
     collect = verbs.add_parser("collect", help="run the target over a corpus and keep its hidden states")
     train_collect.add_collect_options(collect)
     _add_common(collect)
     converse = verbs.add_parser("converse", help="let the model write chats, users' turns too: a corpus for collect")
     train_collect.add_converse_options(converse)
     _add_common(converse)
-    _add_mtp(verbs.add_parser("mtp", help="train an MTP head on what collect wrote"))
+    mtp = verbs.add_parser("mtp", help="train an MTP head on what collect wrote")
+    _add_mtp(mtp)
     draft = verbs.add_parser("draft", help="train a shallow draft model out of the target's first layers")
     train_draft.add_options(draft)
     _add_common(draft)
+    for recipe in (collect, converse, mtp, draft):
+        recipe.add_recipe()
     validate = verbs.add_parser("validate", help="replay held-out text through the parts that serve a head")
     train_validate.add_options(validate)
     _add_common(validate)
@@ -90,9 +94,9 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
 
 def _mtp(args: argparse.Namespace, path: Path) -> int:
     module = importlib.import_module("specd.train.mtp")
+    trainer, parallel = (importlib.import_module(f"specd.train.{name}") for name in ("trainer", "parallel"))
     values = {name: value for name, value in vars(args).items() if name in module.MtpSettings.__slots__}
     figures = module.train(module.MtpSettings(**values | {"model": path, "without": tuple(sorted(args.without))}))
-    rank, _ = importlib.import_module("specd.train.parallel").world()
-    if rank == 0:
-        print(module.render(figures))
+    if parallel.world()[0] == 0:
+        print(trainer.render(figures))
     return 0

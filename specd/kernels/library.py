@@ -144,6 +144,41 @@ class CTops(ctypes.Structure):
     _fields_ = [("values", _POINTER), ("places", _POINTER), ("lse", _POINTER), ("k", _I64)]
 
 
+class CAcceptance(ctypes.Structure):
+    _fields_ = [
+        ("values", _POINTER),
+        ("best", _POINTER),
+        ("drafts", _POINTER),
+        ("row_index", _POINTER),
+        ("num_drafts", _POINTER),
+        ("emits", _POINTER),
+        ("root_offset", _POINTER),
+        ("offsets", _POINTER),
+        ("num_sequences", _I64),
+        ("max_drafts", _I64),
+        ("tokens", _POINTER),
+        ("num_accepted", _POINTER),
+        ("next_token", _POINTER),
+        ("last_row", _POINTER),
+        ("failed", _POINTER),
+    ]
+
+
+class CShifts(ctypes.Structure):
+    _fields_ = [
+        ("tokens", _POINTER),
+        ("offsets", _POINTER),
+        ("emits", _POINTER),
+        ("last_row", _POINTER),
+        ("next_token", _POINTER),
+        ("next_prompt", _POINTER),
+        ("num_sequences", _I64),
+        ("num_tokens", _I64),
+        ("shifted", _POINTER),
+        ("last_rows", _POINTER),
+    ]
+
+
 _SIGNATURES: Mapping[str, tuple[object, list[object]]] = {
     "specd_abi": (_I32, []),
     "specd_levels": (ctypes.c_char_p, []),
@@ -164,6 +199,8 @@ _SIGNATURES: Mapping[str, tuple[object, list[object]]] = {
     ),
     "specd_top_rows": (_I32, [_POINTER, ctypes.POINTER(CLogitsRows), ctypes.POINTER(CTops), _POINTER, _I32]),
     "specd_draw": (_I32, [_POINTER, ctypes.POINTER(CDraws), _POINTER, _I32]),
+    "specd_accept": (None, [ctypes.POINTER(CAcceptance)]),
+    "specd_shift": (None, [ctypes.POINTER(CShifts)]),
     "specd_linear_rows": (
         _I32,
         [_POINTER, ctypes.POINTER(CLinear), _I32, _POINTER, _I64, _POINTER, _POINTER, _I32],

@@ -54,9 +54,9 @@ def grow_chain(
     tokens = host_drafts(plan, device)
     probs: torch.Tensor | None = None
     draws = rule.draws(plan)
-    state = carry.rows(torch.from_numpy(plan.slots[rows].astype(np.int64)).to(device))
     if not draws:
-        state = dataclasses.replace(state, logits=None)
+        carry = dataclasses.replace(carry, logits=None)
+    state = carry.rows(torch.from_numpy(plan.slots[rows].astype(np.int64)).to(device))
     lengths = plan.num_drafts[rows]
     for depth in range(int(lengths.max())):
         drawn, drawn_probs = state.best, None

@@ -106,8 +106,8 @@ class Pipeline:
             launched = self._launch(scheduled)
             self._publish(deltas)
             async with asyncio.TaskGroup() as group:
-                group.create_task(self._catch_up(launched, previous))
-                planned = group.create_task(self._commit_and_schedule(launched, previous))
+                caught_up = group.create_task(self._catch_up(launched, previous))
+                planned = group.create_task(self._commit_and_schedule(launched, previous, caught_up))
             deltas, scheduled = planned.result()
             previous = launched
 
@@ -129,7 +129,7 @@ class Pipeline:
             return
         if self._refill.padded(launched.plan):
             launched.refill = self._refill.launch_padded(
-                launched.plan, launched.batch, launched.output, launched.accepted, launched.drafts, self._carry
+                launched.plan, launched.batch, launched.output, launched.accepted, self._carry
             )
         else:
             try:
@@ -143,9 +143,13 @@ class Pipeline:
         self._carry = launched.refill
 
     async def _commit_and_schedule(
-        self, launched: Launched, previous: Launched | None
+        self, launched: Launched, previous: Launched | None, caught_up: asyncio.Task[None]
     ) -> tuple[list[SequenceDelta], ScheduledStep | None]:
         reports, whole = await self._reports(launched)
+        if not self._device.overlaps:
+            await caught_up
+            if launched.refill is not None:
+                await launched.refill.settled()
         self._measure(launched, previous, reports)
         with self._device.timeline.measure("schedule", launched.plan.step + 1):
             deltas = self.scheduler.apply(launched.scheduled, reports)

@@ -18,11 +18,12 @@ import torch
 
 from specd.device import Device, Handle
 from specd.drafters.base import Drafter
+from specd.kernels import step as kernel
 from specd.kv import PagedFeatures
 from specd.pipeline.draft import DraftRule
 from specd.pipeline.verify import VerifyBatch
 from specd.step import I32, AcceptanceReport, DraftSource, Refill, RefillMode, StepPlan, indptr
-from specd.tensors import Acceptance, DraftState, DraftTokens, TargetOutput, batch_info
+from specd.tensors import Acceptance, DraftState, TargetOutput, batch_info
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -105,34 +106,30 @@ def refill_padded(
     output: TargetOutput,
     accepted: Acceptance,
     plan: StepPlan,
-    drafts: DraftTokens,
     carry: DraftState,
     rule: DraftRule,
 ) -> DraftState:
     """The head over the target's own batch, without a host wait."""
     info = batch.info
-    device = info.positions.device
-    next_prompt = torch.from_numpy(plan.next_prompt_tokens.astype(np.int64)).to(device, non_blocking=True)
-    emits = torch.from_numpy(plan.emits > 0).to(device, non_blocking=True)
-    last_rows = torch.where(emits, accepted.last_row, info.qo_indptr[1:].long() - 1)
-    inserted = torch.where(emits, accepted.next_token, next_prompt)
-    tokens = shift_left(verified_tokens(batch, drafts.tokens), last_rows, inserted)
+    assert output.tokens is not None
+    tokens, last_rows = shift_left(output.tokens, batch, accepted)
     state = drafter.refill(tokens, output.features, info, last_rows, logits=rule.draws(plan))
     # Rows in the middle of a prompt write their slot's carry too: the row that emits overwrites it before any draft.
     return write_carry(carry, info.slots, state)
 
 
-def verified_tokens(batch: VerifyBatch, drafts: torch.Tensor) -> torch.Tensor:
-    """i64[T]: what verify computed, drafts filled in (drafts i64[B, K])."""
-    tokens = batch.tokens.clone()
-    tokens[batch.draft_positions] = drafts.reshape(-1)[batch.draft_index].clamp(min=0)
-    return tokens
+def shift_left(tokens: torch.Tensor, batch: VerifyBatch, accepted: Acceptance) -> tuple[torch.Tensor, torch.Tensor]:
+    """The head's tokens i64[T], and the packed row i64[B] after which each row's carry stands.
 
-
-def shift_left(tokens: torch.Tensor, last_rows: torch.Tensor, inserted: torch.Tensor) -> torch.Tensor:
-    """tokens i64[T] moved one to the left, with inserted i64[B] at last_rows i64[B]; what is behind stays junk."""
-    shifted = torch.cat([tokens[1:], tokens[-1:]])
-    return shifted.index_copy(0, last_rows, inserted)
+    tokens i64[T], as the target computed them, move one to the left; at the row of the newest token, or of the last
+    one of a prompt's chunk, the token that follows is inserted. What is behind it stays junk.
+    """
+    info, emits = batch.info, batch.sampling.emits
+    if kernel.takes(tokens):
+        return kernel.shift_left(tokens, info, emits, accepted, batch.next_prompt)
+    last_rows = torch.where(emits, accepted.last_row, info.qo_indptr[1:].long() - 1)
+    inserted = torch.where(emits, accepted.next_token, batch.next_prompt)
+    return torch.cat([tokens[1:], tokens[-1:]]).index_copy(0, last_rows, inserted), last_rows
 
 
 def write_carry(carry: DraftState, slots: torch.Tensor, state: DraftState) -> DraftState:
@@ -184,7 +181,6 @@ class RefillStage:
         batch: Handle[VerifyBatch],
         output: Handle[TargetOutput],
         accepted: Handle[Acceptance],
-        drafts: Handle[DraftTokens],
         carry: Handle[DraftState],
     ) -> Handle[DraftState]:
         return self._stream.launch(
@@ -194,7 +190,6 @@ class RefillStage:
             output,
             accepted,
             plan,
-            drafts,
             carry,
             self._rule,
             stage="refill",

@@ -32,6 +32,7 @@ class VerifyBatch:
     draft_positions: torch.Tensor  # i64[D] packed position of each draft ...
     draft_index: torch.Tensor  # i64[D] ... and its place in DraftTokens.tokens, flattened
     logit_rows: torch.Tensor  # i64[R]
+    next_prompt: torch.Tensor  # i64[B] `StepPlan.next_prompt_tokens`
     sampling: SamplingBatch
 
 
@@ -65,6 +66,7 @@ def upload(plan: StepPlan, put: Upload, vocab_size: int) -> VerifyBatch:
         draft_positions=put("draft_positions", draft_positions),
         draft_index=put("draft_index", draft_index.astype(np.int64)),
         logit_rows=put("logit_rows", logit_rows),
+        next_prompt=put("next_prompt", plan.next_prompt_tokens.astype(np.int64)),
         sampling=sampling_batch(plan, vocab_size, info.positions.device),
     )
 
@@ -86,11 +88,11 @@ def forward(
         features.write(batch.info, read)
     emitting = hidden[batch.logit_rows]
     if batch.sampling.needs_logits:
-        return TargetOutput(logits=model.logits(emitting), features=read)
+        return TargetOutput(tokens=tokens, logits=model.logits(emitting), features=read)
     if batch.sampling.logprobs is None:
-        return TargetOutput(logits=None, features=read, best=model.best(emitting))
+        return TargetOutput(tokens=tokens, logits=None, features=read, best=model.best(emitting))
     top = model.top(emitting, batch.sampling.logprobs.width(model.shape.vocab_size))
-    return TargetOutput(logits=None, features=read, best=top.best, top=top)
+    return TargetOutput(tokens=tokens, logits=None, features=read, best=top.best, top=top)
 
 
 def prepare(model: Model, plan: StepPlan, put: Upload) -> VerifyBatch:

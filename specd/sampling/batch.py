@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from specd.frames import fresh_upload
 from specd.request import SamplingParams
 from specd.sampling.filters import Filters
 from specd.sampling.noise import row_key
@@ -162,16 +163,16 @@ class _Uploader:
     """Numpy to device, without waiting."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
+        self._upload = fresh_upload(device)
 
     def ints(self, values: Any) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(values, dtype=np.int64)).to(self.device, non_blocking=True)
+        return self._upload("", np.asarray(values, np.int64))
 
     def floats(self, values: Any) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(values, dtype=np.float32)).to(self.device, non_blocking=True)
+        return self._upload("", np.asarray(values, np.float32))
 
     def bools(self, values: Any) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(values, dtype=np.bool_)).to(self.device, non_blocking=True)
+        return self._upload("", np.asarray(values, np.bool_))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)

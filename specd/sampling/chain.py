@@ -26,6 +26,7 @@ import torch
 import torch.nn.functional as F
 
 from specd.config import SpeculationConfig
+from specd.kernels import step as kernel
 from specd.sampling.batch import SamplingBatch
 from specd.sampling.logprobs import emitted_logprobs
 from specd.sampling.noise import Purpose, position_keys, uniform
@@ -102,6 +103,16 @@ def keep_best(
     best: BestTokens, top: TopTokens | None, drafts: DraftTokens, info: BatchInfo, sampling: SamplingBatch
 ) -> Acceptance:
     """`accept` of plain greedy rows. p is one-hot in every row, so all rules coincide. top: for log-probabilities."""
+    if sampling.logprobs is None and kernel.takes(best.values):
+        return kernel.accept(
+            best,
+            drafts.tokens,
+            info,
+            row_index=sampling.row_index,
+            num_drafts=sampling.num_drafts,
+            emits=sampling.emits,
+            root_offset=sampling.root_offset,
+        )
     tokens, num_accepted = keep_matching(best.tokens, drafts.tokens, sampling)
     finite = torch.isfinite(best.values)  # a maximum is NaN, +inf or -inf exactly when its row must not be used
     return finish(top, finite, info, sampling, tokens, num_accepted, sampling.row_index, num_accepted)

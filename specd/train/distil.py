@@ -22,18 +22,13 @@ from specd.errors import ConfigError
 from specd.models.borrowed import own_shapes, write_borrowing
 from specd.models.config import LlamaConfig
 from specd.models.layers import inverse_frequencies, rms_norm, rope_angles, rotate
-from specd.train.batches import Batch, follows, sequences
+from specd.train.batches import Batch, follows
 from specd.train.loss import divergence
 from specd.train.parallel import joined
 from specd.train.run import Vocabulary
 from specd.train.shards import Collected, read_shards
-from specd.train.target import FrozenTarget, read_frozen, read_layers, weights_fingerprint
-from specd.train.trainer import Plan, Trainer, matmul_precision
-
-# Settings that a run may go on with changed.
-_FREE = (
-    "model", "shards", "output", "eval_every", "eval_tokens", "eval_steps", "stop_after", "shard", "rank_timeout",
-)  # fmt: skip
+from specd.train.target import FrozenTarget, read_frozen, read_layers
+from specd.train.trainer import Plan, Trainer, check_data, identity, matmul_precision
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -60,10 +55,6 @@ class DraftSettings:
     shard: str = "ddp"
     rank_timeout: float = 600.0
 
-    def identity(self) -> dict[str, Any]:
-        """What a checkpoint must agree with."""
-        return {name: value for name, value in dataclasses.asdict(self).items() if name not in _FREE}
-
 
 def train(settings: DraftSettings) -> dict[str, Any]:
     """Trains to the end, or goes on where the output folder's checkpoint stands. Gives the best held-out figures.
@@ -73,9 +64,11 @@ def train(settings: DraftSettings) -> dict[str, Any]:
     with joined(settings.rank_timeout) as ranks, matmul_precision(settings.precision):
         data = read_shards(settings.shards)
         target = read_frozen(settings.model)
-        _check(settings, data, target)
+        check_data(data, shards=settings.shards, model=settings.model)
+        if settings.layers >= target.config.num_layers:
+            raise ConfigError(f"--layers {settings.layers}: {target.name} has {target.config.num_layers}; give fewer")
         task = DraftTask(settings, data, target)
-        trainer = Trainer(Plan.of(settings), data, task, ranks, identity=settings.identity())
+        trainer = Trainer(Plan.of(settings), data, task, ranks, identity=identity(settings))
         trainer.resume()
         return trainer.train()
 
@@ -165,13 +158,3 @@ class DraftTask:
 
     def provenance(self) -> dict[str, Any]:
         return {}
-
-
-def _check(settings: DraftSettings, data: Collected, target: FrozenTarget) -> None:
-    if data.origin.fingerprint != weights_fingerprint(settings.model):
-        raise ConfigError(f"{settings.shards}: were collected from {data.origin.target}, not from {settings.model}")
-    if settings.layers >= target.config.num_layers:
-        raise ConfigError(f"--layers {settings.layers}: {target.name} has {target.config.num_layers}; give fewer")
-    for held_out in (False, True):
-        if not sequences(data, held_out=held_out):
-            raise ConfigError(f"{settings.shards}: no sequence is {'held out' if held_out else 'to train on'}")

@@ -1,6 +1,6 @@
 """Trains an MTP head on what `collect` wrote.
 
-    features -> passes (unrolled) -> divergence from the target in each; the rest is `trainer.py`
+features -> passes (unrolled) -> divergence from the target in each; the rest is `trainer.py`
 """
 
 from __future__ import annotations
@@ -19,13 +19,9 @@ from specd.train.head import HeadInputs, TrainableHead, balance, initial_weights
 from specd.train.parallel import joined
 from specd.train.run import LossSettings, Vocabulary, batch_loss, run_passes
 from specd.train.shards import Collected, read_shards
-from specd.train.target import FrozenTarget, read_frozen, weights_fingerprint
-from specd.train.trainer import Plan, Trainer, matmul_precision
+from specd.train.target import FrozenTarget, read_frozen
+from specd.train.trainer import Plan, Trainer, check_data, identity, matmul_precision
 
-# Settings that a run may go on with changed.
-_FREE = (
-    "model", "shards", "output", "eval_every", "eval_tokens", "eval_steps", "stop_after", "shard", "rank_timeout",
-)  # fmt: skip
 OPTIONAL_PARTS = ("embedding_norm", "hidden_norm", "input_norm", "output_norm")
 
 
@@ -61,11 +57,6 @@ class MtpSettings:
     shard: str = "ddp"  # "ddp": every rank holds the whole head; "fsdp": a slice of it
     rank_timeout: float = 600.0  # s that a rank waits for the others
 
-    def identity(self) -> dict[str, Any]:
-        """What a checkpoint must agree with."""
-        fields = dataclasses.asdict(self) | {"without": list(self.without)}
-        return {name: value for name, value in fields.items() if name not in _FREE}
-
 
 def train(settings: MtpSettings) -> dict[str, Any]:
     """Trains to the end, or goes on where the output folder's checkpoint stands. Gives the best held-out figures.
@@ -75,9 +66,11 @@ def train(settings: MtpSettings) -> dict[str, Any]:
     with joined(settings.rank_timeout) as ranks, matmul_precision(settings.precision):
         data = read_shards(settings.shards)
         target = read_frozen(settings.model)
-        _check(settings, data, target)
+        check_data(data, shards=settings.shards, model=settings.model)
+        if settings.draft_vocab > target.vocab_size:
+            raise ConfigError(f"--draft-vocab {settings.draft_vocab}: {target.name} has {target.vocab_size} tokens")
         task = HeadTask(settings, data, target)
-        trainer = Trainer(Plan.of(settings), data, task, ranks, identity=settings.identity())
+        trainer = Trainer(Plan.of(settings), data, task, ranks, identity=identity(settings))
         trainer.resume()
         return trainer.train()
 
@@ -105,7 +98,7 @@ def head_config(settings: MtpSettings, target: FrozenTarget, features: str) -> H
 
 
 class HeadTask:
-    """`specd.train.trainer.Task`: drafts of several tokens in a row, each from the target's state or what was fed back."""
+    """`specd.train.trainer.Task`: drafts in a row, after the first from what the head fed itself."""
 
     name = "head"
 
@@ -144,16 +137,6 @@ class HeadTask:
 
     def provenance(self) -> dict[str, Any]:
         return {"draft_vocabulary_coverage": round(self.coverage, 5)}
-
-
-def _check(settings: MtpSettings, data: Collected, target: FrozenTarget) -> None:
-    if data.origin.fingerprint != weights_fingerprint(settings.model):
-        raise ConfigError(f"{settings.shards}: were collected from {data.origin.target}, not from {settings.model}")
-    if settings.draft_vocab > target.vocab_size:
-        raise ConfigError(f"--draft-vocab {settings.draft_vocab}: {target.name} has {target.vocab_size} tokens")
-    for held_out in (False, True):
-        if not sequences(data, held_out=held_out):
-            raise ConfigError(f"{settings.shards}: no sequence is {'held out' if held_out else 'to train on'}")
 
 
 def _noise(features: torch.Tensor, strength: float, generator: torch.Generator) -> torch.Tensor | None:

@@ -1,9 +1,9 @@
-"""Several processes train one head: torchrun starts them, each takes its share of the forwards of a step.
+"""Several processes train one model: torchrun starts them, each takes its share of the forwards of a step.
 
     groups of a step --share--> own forwards --> gradients and rows, summed over ranks --> the same step everywhere
 
 What a step learns from does not depend on the number of ranks, so neither does the result, but for the order of sums.
-`ReplicatedModel` (DDP) holds the whole head on each rank; `ShardedModel` (FSDP2, as ZeRO-2: gathered once a step) holds
+`ReplicatedModel` (DDP) holds all of it on each rank; `ShardedModel` (FSDP2, as ZeRO-2: gathered once a step) holds
 weights, gradients and moments in slices. The target's embedding and output head are whole everywhere.
 """
 
@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from specd.errors import ConfigError, SpecdError
 
+Loss = Callable[[Any], torch.Tensor]  # one forward's, of the model
 _Item = TypeVar("_Item")
 _NEEDED = ("RANK", "MASTER_ADDR", "MASTER_PORT")
 
@@ -79,6 +80,15 @@ class Ranks:
                     raise ConfigError(f"rank {rank} has {name} {other[name]!r}, rank 0 {value!r}: they must agree")
 
 
+def check_share(ranks: Ranks, *, accumulate: int, shard: str) -> None:
+    """Raises ConfigError when there is not a forward for every rank, or nobody to share with."""
+    if accumulate < ranks.size:
+        words = f"--accumulate {accumulate}: {ranks.size} ranks share the forwards of a step"
+        raise ConfigError(f"{words}; give at least {ranks.size}")
+    if shard == "fsdp" and ranks.size == 1:
+        raise ConfigError("--shard fsdp: one process has nothing to share; start several with torchrun")
+
+
 def world() -> tuple[int, int]:
     """(rank, number of ranks) of this process as torchrun's environment tells it. Raises ConfigError."""
     size = _number("WORLD_SIZE", "1")
@@ -120,8 +130,14 @@ def joined(timeout_s: float) -> Iterator[Ranks]:
         raise RankError(f"rank {rank} of {size} failed, or lost another rank: {error}") from error
 
 
+class Trainable(Protocol):
+    """A model as a function of these."""
+
+    weights: Mapping[str, torch.Tensor]  # by name, f32 leaves with requires_grad
+
+
 class ParallelModel(Protocol):
-    """A head whose gradients are those of all ranks."""
+    """A model whose gradients are those of all ranks."""
 
     model: Trainable  # whole weights inside a Loss and inside `whole()`
     parameters: Mapping[str, torch.Tensor]  # by name, what this rank's optimizer steps
@@ -148,7 +164,7 @@ class ParallelModel(Protocol):
 
 
 class ReplicatedModel:
-    """The whole head on each rank; gradients are summed once a step."""
+    """The whole model on each rank; gradients are summed once a step."""
 
     def __init__(self, model: Trainable, ranks: Ranks) -> None:
         self.model, self._ranks = model, ranks
@@ -179,7 +195,7 @@ class ReplicatedModel:
 
 
 class _Module(torch.nn.Module):
-    """A head's weights as parameters, which is what FSDP2 shards; the head reads them back at every access."""
+    """A model's weights as parameters, which is what FSDP2 shards; the model reads them back at every access."""
 
     def __init__(self, model: Trainable) -> None:
         super().__init__()
@@ -187,7 +203,7 @@ class _Module(torch.nn.Module):
         self.names = {name: name.replace(".", "/") for name in model.weights}  # a parameter's name has no dots
         for name, weight in model.weights.items():
             self.register_parameter(self.names[name], torch.nn.Parameter(weight.detach()))
-        model.weights = _Live(self)  # type: ignore[assignment]
+        model.weights = _Live(self)
 
     def forward(self, loss: Loss) -> torch.Tensor:
         return loss(self.model)

@@ -186,7 +186,7 @@ class Goal:
     @classmethod
     def of(cls, model: Model, states: torch.Tensor, *, first_place: int) -> Goal:
         logits = model.logits(states).float()
-        return cls(logits.log_softmax(-1), model.best(states).tokens, first_place)
+        return cls(logits.log_softmax(-1), logits.argmax(-1), first_place)
 
     def compare(
         self,
@@ -198,14 +198,16 @@ class Goal:
     ) -> None:
         """Logits [R, V] about what follows `places` i64[R] of the sequence `ids`, into the table's (row, columns)."""
         at, following = places - self.first_place, ids[places + 1]
-        logp, logq = self.logp[at], logits.float().log_softmax(-1)
-        p, said = logp.exp(), logq.isfinite()
-        share = (p * said).sum(-1)
-        surprise = (p * (logp - logq).masked_fill(~said, 0.0)).sum(-1)
+        vocabulary = logits[0].isfinite().nonzero().flatten()  # what the draft can say: the same in every row
+        said = logits[:, vocabulary].float()
+        norm = said.logsumexp(-1, keepdim=True)
+        logp, logq = self.logp[at[:, None], vocabulary], said - norm
+        p = logp.exp()
+        share = p.sum(-1)
+        ratio = logits.gather(-1, following[:, None]).float() - norm - self.logp[at[:, None], following[:, None]]
         table.valid[cells] = True
-        table.divergence[cells] = (surprise / share - share.log()).double()
+        table.divergence[cells] = ((p * (logp - logq)).sum(-1) / share - share.log()).double()
         table.overlap[cells] = torch.minimum(p, logq.exp()).sum(-1).double()
         table.agreed[cells] = logits.argmax(-1) == self.best[at]
         table.right[cells] = following == self.best[at]
-        ratio = (logq - logp).gather(-1, following[:, None])[:, 0].exp()
-        table.kept[cells] = ratio.clamp(max=1.0).double()
+        table.kept[cells] = ratio[:, 0].exp().clamp(max=1.0).double()

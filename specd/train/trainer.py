@@ -24,9 +24,17 @@ from specd.errors import ConfigError
 from specd.train.batches import Batch, epoch_batches, evenly, follows, make_batch, sequences
 from specd.train.checkpoint import checkpoint_tensors, load_checkpoint, read_state, save_checkpoint
 from specd.train.folder import RunFolder
-from specd.train.parallel import Ranks, parallel_head
+from specd.train.parallel import Ranks, check_share, parallel_model
+from specd.train.plot import draw
 from specd.train.run import Figures, Vocabulary, add_figures
 from specd.train.shards import Collected
+from specd.train.target import weights_fingerprint
+
+# Settings that a run may go on with changed.
+_FREE = (
+    "model", "shards", "output", "eval_every", "eval_tokens", "eval_steps", "stop_after", "shard", "rank_timeout",
+)  # fmt: skip
+_DRAW_EVERY_S = 60.0
 
 
 class Task(Protocol):
@@ -80,6 +88,22 @@ class Plan:
         return cls(**{field.name: getattr(settings, field.name) for field in dataclasses.fields(cls)})
 
 
+def identity(settings: Any) -> dict[str, Any]:
+    """What a checkpoint must agree with: all settings but places and looks, as JSON."""
+    fields = dataclasses.asdict(settings)
+    kept = {name: value for name, value in fields.items() if name not in _FREE}
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in kept.items()}
+
+
+def check_data(data: Collected, *, shards: Path, model: Path) -> None:
+    """Raises ConfigError for shards of another target, or with nothing to train on or to hold out."""
+    if data.origin.fingerprint != weights_fingerprint(model):
+        raise ConfigError(f"{shards}: were collected from {data.origin.target}, not from {model}")
+    for held_out in (False, True):
+        if not sequences(data, held_out=held_out):
+            raise ConfigError(f"{shards}: no sequence is {'held out' if held_out else 'to train on'}")
+
+
 @contextlib.contextmanager
 def matmul_precision(precision: str) -> Iterator[None]:
     """ "bf16" is several times as fast where the CPU has matrix instructions (AMX), and only there or on avx512_bf16
@@ -105,18 +129,20 @@ class Trainer:
 
     def __init__(self, plan: Plan, data: Collected, task: Task, ranks: Ranks, *, identity: Mapping[str, Any]) -> None:
         """identity: what a checkpoint must agree with, as JSON."""
+        check_share(ranks, accumulate=plan.accumulate, shard=plan.shard)
         self.plan, self.data, self.task, self.ranks = plan, data, task, ranks
         self.identity = dict(identity) | {"data": data.fingerprint}
         self.folder = RunFolder(plan.output, writes=ranks.first)
         self.train_set = sequences(data, held_out=False)
         self.held_out = evenly(sequences(data, held_out=True), data.lens, plan.eval_tokens)
         self.answers = follows(data)
-        self.model = parallel_head(task.model, ranks, plan.shard)
+        self.parallel = parallel_model(task.model, ranks, plan.shard)
         self.optimizer = torch.optim.AdamW(
-            list(self.model.parameters.values()), lr=plan.lr, betas=(0.9, 0.95), weight_decay=plan.weight_decay
+            list(self.parallel.parameters.values()), lr=plan.lr, betas=(0.9, 0.95), weight_decay=plan.weight_decay
         )
         self.step, self.tokens, self.best = 0, 0, -1.0
         self.best_figures: dict[str, Any] = {}
+        self.drawn_s = time.monotonic()
         self.steps_per_epoch = len(self._steps(0))
         self.total = plan.epochs * self.steps_per_epoch
 
@@ -135,7 +161,7 @@ class Trainer:
                     "give the same settings, or another --output"
                 )
         self.ranks.check_same(self.identity | {"step": state["step"]})
-        load_checkpoint(path, self.model, self.optimizer, state["step"])
+        load_checkpoint(path, self.parallel, self.optimizer, state["step"])
         self.step, self.tokens, self.best = state["step"], state["tokens"], state["best"]
         self.best_figures = state["best_figures"]
         self.folder.begin(self.step)
@@ -161,6 +187,7 @@ class Trainer:
                 index += 1
                 if self.step % plan.eval_every == 0 or self.step == stop:
                     self._evaluate()
+                    self._draw(last=self.step == stop)
                     started, before = time.monotonic(), self.tokens
         return self.best_figures
 
@@ -178,8 +205,8 @@ class Trainer:
         ]
         rows = max(int(ranks.total(sum(len(batch.at) for _, batch in batches))), 1)
         losses = [functools.partial(self._loss, batch=batch, index=index, rows=rows) for index, batch in batches]
-        total = ranks.total(self.model.backward(losses))
-        norm = self.model.clip(plan.clip)
+        total = ranks.total(self.parallel.backward(losses))
+        norm = self.parallel.clip(plan.clip)
         lr = plan.lr * learning_rate(self.step, plan.warmup, self.total)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
@@ -201,10 +228,10 @@ class Trainer:
         task, passes = self.task, max(self.task.passes, self.plan.eval_steps)
         figures = Figures.empty(passes)
         groups = epoch_batches(self.data, self.held_out, self.plan.batch_tokens, seed=0, epoch=0)
-        with self.model.whole():
+        with self.parallel.whole():
             for group in self.ranks.share(groups):
                 batch = make_batch(self.data, group, passes=passes, learned=self.answers)
-                add_figures(figures, task.outputs(self.model.head, batch, passes), batch, task.vocabulary)
+                add_figures(figures, task.outputs(self.parallel.model, batch, passes), batch, task.vocabulary)
         self.ranks.sum(figures.tensors())
         report = figures.report()
         # The expected number of drafts that greedy verification keeps of as many as there are passes.
@@ -214,10 +241,10 @@ class Trainer:
         self.folder.say(
             f"step {self.step}: held-out top-1 {report['top1']}, overlap {report['overlap']}, kept {kept:.3f}"
         )
-        tensors = checkpoint_tensors(self.model, self.optimizer)
+        tensors = checkpoint_tensors(self.parallel, self.optimizer)
         if kept > self.best:
             self.best, self.best_figures = kept, record
-            self._export({name: tensors[f"weight.{name}"] for name in self.model.parameters})
+            self._export({name: tensors[f"weight.{name}"] for name in self.parallel.parameters})
         state = {
             "step": self.step,
             "tokens": self.tokens,
@@ -227,6 +254,12 @@ class Trainer:
         }
         if self.ranks.first:
             save_checkpoint(self.folder.checkpoint, tensors, state)
+
+    def _draw(self, *, last: bool) -> None:
+        """The log's curves; while the run goes on at most once a minute."""
+        if self.ranks.first and (last or time.monotonic() - self.drawn_s > _DRAW_EVERY_S):
+            draw(self.plan.output)
+            self.drawn_s = time.monotonic()
 
     def _export(self, weights: Mapping[str, torch.Tensor]) -> None:
         provenance = {

@@ -148,6 +148,39 @@ typedef struct {
     int64_t k;       /* 1 .. V */
 } specd_tops;
 
+/* Greedy acceptance of B chains (specd/sampling/chain.py: keep_best). */
+typedef struct {
+    const float *values;        /* [R] the largest logit of each logits row */
+    const int64_t *best;        /* [R] its token */
+    const int64_t *drafts;      /* [B, K] */
+    const int64_t *row_index;   /* [B, K + 1] the logits row of each block row */
+    const int64_t *num_drafts;  /* [B] */
+    const uint8_t *emits;       /* [B] */
+    const int64_t *root_offset; /* [B] the root among the row's query tokens */
+    const int32_t *offsets;     /* [B + 1] query tokens */
+    int64_t num_sequences;
+    int64_t max_drafts;         /* K */
+    int64_t *tokens;            /* [B, K + 1] out, padded with -1 */
+    int64_t *num_accepted;      /* [B] out */
+    int64_t *next_token;        /* [B] out */
+    int64_t *last_row;          /* [B] out */
+    uint8_t *failed;            /* [B] out */
+} specd_acceptance;
+
+/* A head's tokens (specd/pipeline/refill.py: shift_left). */
+typedef struct {
+    const int64_t *tokens;      /* [T] what the target computed */
+    const int32_t *offsets;     /* [B + 1] */
+    const uint8_t *emits;       /* [B] */
+    const int64_t *last_row;    /* [B] where the newest token was drawn, of rows that emit */
+    const int64_t *next_token;  /* [B] the newest token */
+    const int64_t *next_prompt; /* [B] the prompt's next token, of rows that do not emit */
+    int64_t num_sequences;
+    int64_t num_tokens;         /* T */
+    int64_t *shifted;           /* [T] out */
+    int64_t *last_rows;         /* [B] out */
+} specd_shifts;
+
 /* Scratch of one model: grows, is reused by every call, and serves one call at a time. */
 typedef struct specd_workspace specd_workspace;
 
@@ -195,6 +228,8 @@ int specd_top(const specd_kernels *kernels, const specd_model *model, const floa
 int specd_top_rows(const specd_kernels *kernels, const specd_logits_rows *given, const specd_tops *tops,
                    specd_workspace *workspace, int32_t threads);
 int specd_draw(const specd_kernels *kernels, const specd_draws *draws, specd_workspace *workspace, int32_t threads);
+void specd_accept(const specd_acceptance *step);
+void specd_shift(const specd_shifts *step);
 /* One projection alone: x [num_rows, cols] -> y [num_rows, sum of rows]. For tests and benchmarks. */
 int specd_linear_rows(const specd_kernels *kernels, const specd_linear *linear, int32_t activations, const float *x,
                       int64_t num_rows, float *y, specd_workspace *workspace, int32_t threads);
