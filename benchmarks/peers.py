@@ -55,6 +55,10 @@ KERNELS = {
 }
 SPECULATION = {
     "none": ["speculation.draft=none"],
+    "auto": ["speculation.draft=auto"],  # the head that comes with specd, overridden by long n-grams
+    "mtp adaptive": ["speculation.draft=mtp"],
+    "mtp K=1": ["speculation.draft=mtp", "speculation.draft_len=1"],
+    "mtp K=2": ["speculation.draft=mtp", "speculation.draft_len=2"],
     "ngram adaptive": ["speculation.draft=ngram"],
     "ngram K=3": ["speculation.draft=ngram", "speculation.draft_len=3"],  # steps of four tokens
 }

@@ -30,6 +30,7 @@ SWITCHES = [
     dict(zip((*NORMS, "fusion_bias", "attention_bias"), on, strict=True))
     for on in itertools.product((True, False), repeat=6)
 ]
+AWKWARD = {"features": "aux", "feedback": "pre_norm", "fusion_bias": True, "draft_vocab_size": len(DRAFT_IDS)}
 every_choice = pytest.mark.parametrize(("features", "concat", "feedback", "draft_vocab_size"), CHOICES)
 
 

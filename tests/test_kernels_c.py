@@ -40,7 +40,7 @@ def build(folder: Path) -> Path:
     if tried.returncode or subprocess.run([str(folder / "probe")], check=False).returncode:
         pytest.skip(f"the compiler has no sanitizers: {tried.stderr[-300:]}")
     levels = LEVELS if platform.machine() == "x86_64" else ["level_portable"]
-    names = ["run", "pack", *levels]
+    names = ["run", "pack", "step", *levels]
     sources = [SOURCES / f"{name}.c" for name in names] + [ROOT / "tests" / "kernels" / "test_kernels.c"]
 
     def compile_one(source: Path) -> str:

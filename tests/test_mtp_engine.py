@@ -6,6 +6,7 @@ that function, and a little noise makes it wrong now and then.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,9 @@ import torch
 
 from specd.assembly import Parts
 from specd.attention.torch_attention import TorchAttention
+from specd.drafters import registry
 from specd.drafters.mtp import HeadModel, MtpDrafter
-from specd.drafters.registry import mtp_drafter, parse_draft
+from specd.drafters.registry import DraftChoice, mtp_drafter, parse_draft, settle
 from specd.engine import Engine
 from specd.errors import DraftError
 from specd.kv import PagedKV
@@ -274,6 +276,25 @@ def test_heads_of_other_targets_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DraftError, match="builtin"):
         parse_draft("mtp:builtin")
     assert parse_draft("mtp:some/folder").name == "mtp:some/folder"
+
+
+def test_auto_is_the_head_that_comes_with_specd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "SHIPPED", tmp_path)
+    loaded, file = loaded_target(), head_file()
+    auto, mtp = parse_draft("auto"), parse_draft("mtp")
+    assert settle(auto, loaded) == DraftChoice("ngram")
+    with pytest.raises(DraftError, match="no head for tiny"):
+        settle(mtp, loaded)
+
+    for name, layers in (("tin", 3), ("tiny", 2), ("other", 2)):
+        write_head(tmp_path / name, file.config, file.weights, token_ids=file.token_ids, target={"num_layers": layers})
+    assert settle(auto, loaded).name == "mtp:tiny+ngram"
+    assert settle(mtp, loaded).name == "mtp:tiny"
+    assert not settle(mtp, loaded).uses_ngram
+    assert settle(auto, dataclasses.replace(loaded, name="snapshot"), "Tiny-Q8").argument == "tiny"
+    assert settle(auto, dataclasses.replace(loaded, name="snapshot")) == DraftChoice("ngram")
+    assert mtp_drafter(loaded, Path("tiny")).traits.name == "mtp:tiny"
+    assert settle(parse_draft("mtp:else/where"), loaded).argument == "else/where"
 
 
 def loaded_target() -> LoadedModel:

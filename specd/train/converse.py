@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import orjson
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -32,6 +33,7 @@ from specd.train.target import weights_fingerprint
 from specd.train.template import ChatRenderer, TurnTokens, turn_tokens
 
 RendererFactory = Callable[[Tokenizer], ChatRenderer | None]
+_SETTINGS = "specd_chats"  # in the corpus' metadata, as JSON
 _PROBE_TOKENS = 16  # of each of the requests that are timed for the estimate
 _PROGRESS_S = 10.0  # between lines of progress
 _BYTES_A_TOKEN = 5  # of the corpus at most: an i32 id and a role
@@ -94,19 +96,19 @@ async def _run(settings: ConverseSettings, make_renderer: RendererFactory, journ
             )
         writer = ChatWriter(engine, turns, settings)
         await _estimate(writer, settings, len(missing))
-        progress = _Progress(len(missing))
+        writer.progress = progress = _Progress(len(missing), settings.chat_tokens)
         waiting = iter(missing)
 
         async def work() -> None:
             for index in waiting:  # shared: each worker takes the next one
                 chat = await writer.write(index)
                 journal.add(index, chat)
-                progress.add(len(chat.ids))
+                progress.ended(len(chat.ids))
 
         async with asyncio.TaskGroup() as group:
             for _ in range(min(settings.concurrency, len(missing))):
                 group.create_task(work())
-        progress.close()
+        progress.show()
     except ExceptionGroup as group:
         raise group.exceptions[0] from group
     finally:
@@ -118,6 +120,7 @@ class ChatWriter:
 
     def __init__(self, engine: Engine, turns: TurnTokens, settings: ConverseSettings) -> None:
         self._engine, self.turns, self._settings = engine, turns, settings
+        self.progress: _Progress | None = None  # told of every token, when there is one
 
     async def write(self, index: int) -> Chat:
         """Chat number `index`: its length in turns and its temperature follow from that, and its seed."""
@@ -158,6 +161,8 @@ class ChatWriter:
         tokens: list[int] = []
         async for delta in self._engine.submit(Request(name, tuple(prompt), params, arrival_s=time.monotonic())):
             tokens += delta.token_ids
+            if self.progress is not None:
+                self.progress.sampled(len(delta.token_ids))
         if delta.error is not None:
             raise delta.error
         if delta.finish_reason is FinishReason.ABORT:
@@ -198,7 +203,8 @@ def _write_corpus(settings: ConverseSettings, identity: dict[str, Any], chats: l
         "temperature": torch.tensor([chat.temperature for chat in chats], dtype=torch.float32),
     }
     partial = settings.output.with_suffix(".partial")
-    save_file(tensors, partial, metadata={name: str(value) for name, value in identity.items()})
+    # One entry: the order of several in the file would be by chance.
+    save_file(tensors, partial, metadata={_SETTINGS: orjson.dumps(identity).decode()})
     partial.replace(settings.output)
     _say(f"{len(chats)} chats, {len(ids)} tokens written to {settings.output}")
 
@@ -206,35 +212,40 @@ def _write_corpus(settings: ConverseSettings, identity: dict[str, Any], chats: l
 def _check_finished(path: Path, identity: dict[str, Any]) -> None:
     try:
         with safe_open(path, framework="pt") as file:
-            found = dict(file.metadata() or {})
-    except (OSError, SafetensorError) as error:
-        raise ConfigError(f"{path}: is there, and is not a corpus: {error}") from error
+            found = orjson.loads((file.metadata() or {})[_SETTINGS])
+    except (OSError, SafetensorError, KeyError, orjson.JSONDecodeError) as error:
+        raise ConfigError(f"{path}: is there, and not of such a run: {error!r}; give another file") from error
     for name, value in identity.items():
-        if found.get(name) != str(value):
-            raise ConfigError(
-                f"{path}: was made with {name} {found.get(name)!r}, not {str(value)!r}; give another file"
-            )
+        if found.get(name) != value:
+            raise ConfigError(f"{path}: was made with {name} {found.get(name)!r}, not {value!r}; give another file")
 
 
 class _Progress:
-    """A line on standard error every few seconds."""
+    """A line on standard error every few seconds. Time left: as if the chats to come were as long as those that ended."""
 
-    def __init__(self, total: int) -> None:
-        self._total, self._done, self._tokens = total, 0, 0
+    def __init__(self, total: int, longest: int) -> None:
+        self._total, self._longest = total, longest
+        self._done = self._tokens = self._written = 0
         self._start = self._said = time.monotonic()
 
-    def add(self, tokens: int) -> None:
-        self._done += 1
-        self._tokens += tokens
+    def sampled(self, tokens: int) -> None:
+        self._written += tokens
         if time.monotonic() - self._said >= _PROGRESS_S:
             self._said = time.monotonic()
-            self.close()
+            self.show()
 
-    def close(self) -> None:
-        seconds = max(time.monotonic() - self._start, 1e-6)
-        left = (self._total - self._done) * seconds / max(self._done, 1)
-        rate = self._tokens / seconds
-        _say(f"{self._done}/{self._total} chats, {self._tokens} tokens, {rate:.0f} a second, {left:.0f} s left")
+    def ended(self, tokens: int) -> None:
+        """A chat of so many tokens."""
+        self._done += 1
+        self._tokens += tokens
+
+    def show(self) -> None:
+        rate = self._written / max(time.monotonic() - self._start, 1e-6)
+        each = self._tokens / self._done if self._done else self._longest
+        left = max(self._total * each - self._written, 0) / max(rate, 1e-6) if self._done < self._total else 0
+        _say(
+            f"{self._done}/{self._total} chats, {self._written} tokens sampled, {rate:.0f} a second, {left:.0f} s left"
+        )
 
 
 def _say(text: str) -> None:

@@ -340,7 +340,30 @@ static void check_draw(int64_t vocabulary) {
     free(logits);
 }
 
+/* Three rows: a prompt's chunk, one draft kept of two, and a NaN. */
+static void check_step(void) {
+    const float values[] = {1, 1, 1, NAN};
+    const int64_t best[] = {7, 8, 9, 5}, drafts[] = {-1, -1, 7, 6, -1, -1};
+    const int64_t row_index[] = {0, 0, 0, 0, 1, 2, 3, 3, 3}, num_drafts[] = {0, 2, 0}, root_offset[] = {1, 0, 0};
+    const uint8_t emits[] = {0, 1, 1};
+    const int32_t offsets[] = {0, 2, 5, 6};
+    int64_t tokens[9], num_accepted[3], next_token[3], last_row[3], shifted[6], last_rows[3];
+    uint8_t failed[3];
+    const specd_acceptance step = {values, best, drafts, row_index, num_drafts, emits, root_offset, offsets, 3, 2,
+                                   tokens, num_accepted, next_token, last_row, failed};
+    specd_accept(&step);
+    const int64_t emitted[] = {-1, -1, -1, 7, 8, -1, -1, -1, -1}, rows[] = {1, 3, 5};
+    if (memcmp(tokens, emitted, sizeof emitted) != 0 || memcmp(last_row, rows, sizeof rows) != 0) fail("accept");
+    if (num_accepted[0] != 0 || num_accepted[1] != 1 || failed[0] || failed[1] || !failed[2]) fail("accepted");
+    const int64_t computed[] = {1, 2, 3, 7, 6, 4}, next_prompt[] = {30, -1, -1};
+    const specd_shifts shift = {computed, offsets, emits, last_row, next_token, next_prompt, 3, 6, shifted, last_rows};
+    specd_shift(&shift);
+    const int64_t moved[] = {2, 30, 7, 8, 4, 0};
+    if (memcmp(shifted, moved, sizeof moved) != 0 || memcmp(last_rows, rows, sizeof rows) != 0) fail("shift");
+}
+
 int main(void) {
+    check_step();
     static const int32_t kinds[] = {SPECD_F32, SPECD_F16, SPECD_BF16, SPECD_Q8_0, SPECD_Q4_0,
                                     SPECD_Q4_1, SPECD_Q4_K, SPECD_Q6_K};
     for (size_t k = 0; k < sizeof kinds / sizeof *kinds; k++) check_linear(kinds[k]);

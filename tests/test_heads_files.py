@@ -1,0 +1,83 @@
+"""A head's folder: what is written is read again, and what is damaged is refused by name."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from specd.errors import ModelError
+from specd.models.heads import read_head, write_head
+from tests.heads import (
+    AWKWARD,
+    DRAFT_IDS,
+    NORMS,
+    VOCABULARY,
+    head_config,
+    head_file,
+)
+from tests.tiny import LLAMA3_ROPE
+
+
+@pytest.mark.parametrize("overrides", [{}, AWKWARD, dict.fromkeys(NORMS, False)], ids=["plain", "awkward", "eagle"])
+def test_a_head_survives_its_file(overrides: dict[str, Any], tmp_path: Path) -> None:
+    rope = dataclasses.replace(LLAMA3_ROPE, freq_factors=(1.0,) * 7 + (8.0,))
+    file = head_file(head_config(rope=rope, **overrides))
+    target = {"name": "tiny", "hidden_size": 40, "vocab_size": VOCABULARY, "num_layers": 3}
+    write_head(tmp_path / "h", file.config, file.weights, token_ids=file.token_ids, target=target)
+    found = read_head(tmp_path / "h")
+    assert (found.config, found.target) == (file.config, target)
+    assert found.weights.keys() == file.weights.keys()
+    for name, tensor in file.weights.items():
+        assert torch.equal(found.weights[name], tensor.bfloat16()), name
+    if file.token_ids is None:
+        assert found.token_ids is None
+    else:
+        assert found.token_ids is not None
+        assert torch.equal(found.token_ids, file.token_ids)
+
+
+def damage(folder: Path, name: str, value: Any) -> None:
+    """One value of config.json, or one tensor, is another, or gone."""
+    if name in (tensors := load_file(folder / "model.safetensors")) or isinstance(value, torch.Tensor):
+        kept = {k: t for k, t in tensors.items() if k != name} | ({} if value is None else {name: value})
+        save_file(kept, folder / "model.safetensors")
+        return
+    data = orjson.loads((folder / "config.json").read_bytes()) | {name: value}
+    (folder / "config.json").write_bytes(orjson.dumps({k: v for k, v in data.items() if v is not None}))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "named"),
+    [
+        ("specd_head", 2, "specd_head"),
+        ("head_dim", None, "no head_dim"),
+        ("colour", "red", "no colour"),
+        ("concat", "sideways", "concat is 'sideways'"),
+        ("num_heads", 0, "num_heads is 0"),
+        ("output_norm", False, "norm.weight"),
+        ("enorm.weight", None, r"enorm.weight is None"),
+        ("eh_proj.weight", torch.zeros(40, 40), r"eh_proj.weight is \(40, 40\)"),
+        ("extra.weight", torch.zeros(4), "extra.weight"),
+        ("d2t", None, "d2t"),
+        ("d2t", torch.full((19,), 90), "ascending ids below 97"),
+        ("d2t", -torch.arange(19), "ascending ids"),
+        ("d2t", torch.arange(20), "19 ascending ids"),
+    ],
+)
+def test_damaged_files_are_refused_by_name(name: str, value: Any, named: str, tmp_path: Path) -> None:
+    file = head_file(head_config(draft_vocab_size=len(DRAFT_IDS)))
+    write_head(tmp_path, file.config, file.weights, token_ids=file.token_ids, target={})
+    damage(tmp_path, name, value)
+    with pytest.raises(ModelError, match=named):
+        read_head(tmp_path)
+
+
+def test_no_file_at_all(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="not a head's folder"):
+        read_head(tmp_path)
