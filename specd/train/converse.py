@@ -221,7 +221,7 @@ def _check_finished(path: Path, identity: dict[str, Any]) -> None:
 
 
 class _Progress:
-    """A line on standard error every few seconds. Time left: as if the chats to come were as long as those that ended."""
+    """A line on standard error every few seconds. Time left: as if all chats were as long as those that ended."""
 
     def __init__(self, total: int, longest: int) -> None:
         self._total, self._longest = total, longest
