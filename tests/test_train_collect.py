@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from specd.attention.torch_attention import TorchAttention
 from specd.errors import ConfigError
 from specd.models.registry import load_target
-from specd.train.collect import CollectSettings, collect, grouped
+from specd.train.collect import CollectSettings, Features, collect, grouped
 from specd.train.corpus import SHIPPED, Text, join, read_corpus
 from specd.train.shards import read_shards
 from tests.tiny import CPU, make_batch, make_kv
@@ -80,8 +80,8 @@ def test_grouped_keeps_order_and_limits() -> None:
     assert len(groups) > 5
 
 
-@pytest.mark.parametrize("features", ["last", "aux"])
-def test_shards_hold_what_the_target_computes(tmp_path: Path, features: str) -> None:
+@pytest.mark.parametrize("features", ["last", "pre", "aux"])
+def test_shards_hold_what_the_target_computes(tmp_path: Path, features: Features) -> None:
     texts = random_texts(12, vocab_size=97)
     model, shards = tiny_shards(tmp_path, texts, features=features, shard_tokens=60)
     data = read_shards(shards)

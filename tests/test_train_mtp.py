@@ -68,6 +68,15 @@ def test_a_batch_learns_the_written_tokens_alone(data: Collected) -> None:
         assert batch.valid[:, index].tolist() == [at >= 1, at >= 2, at >= 3]
 
 
+def test_a_part_of_the_corpus_is_trained_on_and_all_of_the_held_out_looked_at(settings: MtpSettings) -> None:
+    figures = train(dataclasses.replace(settings, train_tokens=300, epochs=1))
+    whole = train(dataclasses.replace(settings, output=settings.output.with_name("whole"), epochs=1))
+    logs = [(path / "log.jsonl").read_bytes().splitlines() for path in settings.output.parent.iterdir()]
+    first, second = (orjson.loads(lines[0])["held_out"] for lines in logs)
+    assert first == second  # of the same start
+    assert 1 <= figures["step"] <= 2 < whole["step"]
+
+
 def test_draft_vocabulary_is_the_most_frequent_of_what_is_trained_on(data: Collected) -> None:
     ids, coverage = draft_vocabulary(data, 60, 97)
     counts = [0] * 97

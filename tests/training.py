@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from specd.models.registry import KernelChoice
-from specd.train.collect import CollectSettings, collect
+from specd.train.collect import CollectSettings, Features, collect
 from specd.train.corpus import Text
 from tests.tiny import tiny_config, tiny_weights, write_hf_folder
 
@@ -51,18 +51,17 @@ def nearly_bigram(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def tiny_shards(
-    folder: Path, texts: list[Text], *, features: str = "last", shard_tokens: int = 512
+    folder: Path, texts: list[Text], *, features: Features = "last", shard_tokens: int = 512
 ) -> tuple[Path, Path]:
     """A tiny target's folder and its shards of these texts."""
     config = tiny_config(num_layers=6)
     model = write_hf_folder(folder / "model", config=config, weights=nearly_bigram(tiny_weights(config)))
     corpus = write_corpus(folder / "corpus.safetensors", texts)
-    assert features in ("last", "aux")
     settings = CollectSettings(
         model,
         corpus,
         folder / "shards",
-        features="aux" if features == "aux" else "last",
+        features=features,
         shard_tokens=shard_tokens,
         batch_tokens=100,
         kernels=TORCH,

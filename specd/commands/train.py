@@ -17,7 +17,8 @@ _LOWEST = {
     "join": 0, "batch_tokens": 1, "shard_tokens": 1, "threads": 1, "draft_vocab": 0, "steps": 1, "epochs": 1,
     "accumulate": 1, "warmup": 0, "eval_every": 1, "eval_tokens": 1, "eval_steps": 1, "stop_after": 0, "noise": 0,
     "feature_weight": 0, "weight_decay": 0, "tokens": 1, "depth": 1, "chunk_tokens": 1, "layers": 1,
-    "chats": 1, "self_prompt": 1, "given_tokens": 3, "top_k": 0, "turns": 1, "chat_tokens": 3, "concurrency": 1,
+    "train_tokens": 0, "chats": 1, "self_prompt": 1, "given_tokens": 3, "top_k": 0, "turns": 1, "chat_tokens": 3,
+    "concurrency": 1,
 }  # fmt: skip
 _ABOVE_ZERO = ("lr", "clip", "step_decay", "rank_timeout")
 

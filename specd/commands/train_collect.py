@@ -47,9 +47,9 @@ def add_collect_options(parser: argparse.ArgumentParser) -> None:
     _add_sampling_options(parser)
     parser.add_argument(
         "--features",
-        choices=("last", "aux"),
+        choices=("last", "pre", "aux"),
         default="last",
-        help="last (default): states after the final norm; aux: three layers' states as well",
+        help="last (default): states after the final norm; pre: those before it as well; aux: three layers' as well",
     )
     parser.add_argument(
         "--join",

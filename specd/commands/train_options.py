@@ -8,6 +8,7 @@ from typing import Any
 
 _NUMBERS: tuple[tuple[str, Any, str], ...] = (
     ("epochs", 6, "times over the corpus"),
+    ("train-tokens", 0, "of the corpus, evenly chosen sequences of so many tokens; 0: all"),
     ("batch-tokens", 2048, "tokens of one forward, padding included"),
     ("accumulate", 1, "forwards of one optimizer step, shared by the ranks"),
     ("lr", 5e-4, "highest learning rate"),

@@ -70,7 +70,10 @@ def accept(
 def shift_left(
     tokens: torch.Tensor, info: BatchInfo, emits: torch.Tensor, accepted: Acceptance, next_prompt: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`specd.pipeline.refill.shift_left`: tokens i64[T], emits bool[B], next_prompt i64[B] -> i64[T], last rows i64[B]."""
+    """`specd.pipeline.refill.shift_left`: tokens i64[T], emits bool[B], next_prompt i64[B] -> i64[T], last rows i64[B].
+
+    info and accepted are of one step.
+    """
     library = loaded()
     assert library is not None
     tokens = tokens.contiguous()

@@ -29,6 +29,7 @@ from specd.train.corpus import GIVEN, Text, join, read_corpus
 from specd.train.shards import Origin, read_origin, shard_path, write_shard
 from specd.train.target import weights_fingerprint
 
+Features = Literal["last", "pre", "aux"]
 _PAGE = 16  # tokens of a KV page
 _CPU = torch.device("cpu")
 
@@ -38,7 +39,7 @@ class CollectSettings:
     model: Path  # a .gguf file or a folder
     corpus: Path  # the file that the sequences are from
     output: Path
-    features: Literal["last", "aux"] = "last"
+    features: Features = "last"
     join: int = 0  # tokens of a joined sequence; 0: none are joined
     batch_tokens: int = 2048
     shard_tokens: int = 65536
@@ -93,7 +94,7 @@ def grouped(texts: Sequence[Text], num_tokens: int) -> Iterator[list[Text]]:
 
 @torch.inference_mode()
 def run_target(
-    model: Model, texts: Sequence[Text], features: Literal["last", "aux"], batch_tokens: int, progress: _Progress
+    model: Model, texts: Sequence[Text], features: Features, batch_tokens: int, progress: _Progress
 ) -> dict[str, torch.Tensor]:
     """A shard's tensors."""
     hidden, aux, best = [], [], []
@@ -103,7 +104,7 @@ def run_target(
         out, read = model.forward(tokens, batch, kv, features=features)
         hidden.append(out.to(torch.bfloat16))
         best.append(model.best(out).tokens.to(torch.int32))
-        if features == "aux":
+        if features != "last":
             assert read is not None
             aux.append(read.to(torch.bfloat16))
         progress.add(len(tokens))
@@ -174,7 +175,7 @@ def _missing(folder: Path, origin: Origin) -> list[int]:
 
 
 def _check_space(settings: CollectSettings, model: Model, tokens: int) -> None:
-    states = 1 + 3 * (settings.features == "aux")
+    states = 1 + {"last": 0, "pre": 1, "aux": 3}[settings.features]
     need = tokens * (states * model.shape.hidden_size * 2 + 9)
     free = shutil.disk_usage(settings.output).free
     print(f"{tokens} tokens to compute, {need / 1e6:.0f} MB of shards", file=sys.stderr, flush=True)

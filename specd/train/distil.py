@@ -40,6 +40,7 @@ class DraftSettings:
     output: Path
     layers: int
     epochs: int = 6
+    train_tokens: int = 0  # of the corpus, evenly chosen; 0: all
     batch_tokens: int = 2048
     accumulate: int = 1
     lr: float = 5e-4

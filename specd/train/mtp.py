@@ -39,6 +39,7 @@ class MtpSettings:
     feature_weight: float = 0.0
     noise: float = 0.0  # on the features: standard deviation in units of their root mean square
     epochs: int = 6
+    train_tokens: int = 0  # of the corpus, evenly chosen; 0: all
     batch_tokens: int = 2048  # padded tokens of a forward
     accumulate: int = 1  # forwards of an optimizer step, shared by the ranks
     lr: float = 5e-4

@@ -2,7 +2,8 @@
 
 A shard is one safetensors file of whole sequences: `input_ids` i32[N], `loss_mask` u8[N] (1: the model wrote this
 token), `lens` i32[sequences], `held_out` u8[sequences], `hidden` bf16[N, H] after the final norm, `best` i32[N] (the
-argmax after each token); with features "aux" also `features` bf16[N, 3H]. Its metadata say which target, and how.
+argmax after each token); with features "pre" or "aux" also `features` bf16[N, H or 3H]. Its metadata say which target,
+and how.
 A file appears under its name only when it is complete, so an interrupted run is taken up where it stopped.
 """
 
@@ -31,7 +32,7 @@ class Origin:
 
     target: str  # the file's or folder's name
     fingerprint: str  # of its weights
-    features: str  # "last" or "aux"
+    features: str  # "last", "pre" or "aux"
     kernels: str  # "torch", "native fast" or "native exact"
     corpus: str  # SHA-256 of the sequences
     num_shards: int

@@ -70,6 +70,7 @@ class Plan:
 
     output: Path
     epochs: int
+    train_tokens: int  # of the corpus, evenly chosen; 0: all
     batch_tokens: int  # padded tokens of a forward
     accumulate: int  # forwards of an optimizer step, shared by the ranks
     lr: float
@@ -134,6 +135,8 @@ class Trainer:
         self.identity = dict(identity) | {"data": data.fingerprint}
         self.folder = RunFolder(plan.output, writes=ranks.first)
         self.train_set = sequences(data, held_out=False)
+        if plan.train_tokens:
+            self.train_set = evenly(self.train_set, data.lens, plan.train_tokens)
         self.held_out = evenly(sequences(data, held_out=True), data.lens, plan.eval_tokens)
         self.answers = follows(data)
         self.parallel = parallel_model(task.model, ranks, plan.shard)
