@@ -32,7 +32,7 @@ NOISE = 0.04
 SAMPLED_TOKENS = 64
 SAMPLED_PAGES = 40
 
-DRAFTS = ("ngram", "layers:4", "lm:target", "lm:noisy")
+DRAFTS = ("ngram", "layers:4", "lm:target", "lm:noisy", "mtp", "auto")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -172,6 +172,10 @@ def plain_outputs() -> dict[str, real.Output]:
         ("lm:target", 8, (7, 2, 0, 6, 4)),
         ("lm:noisy", 4, (None,)),
         ("lm:noisy", "adaptive", (None,)),
+        ("mtp", 1, (None,)),
+        ("mtp", 5, (3, 0, 1, 5, 2)),
+        ("auto", 4, (None,)),
+        ("auto", "adaptive", (None,)),
     ],
 )
 async def test_sampled_tokens_are_those_of_plain_decoding(
