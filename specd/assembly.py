@@ -13,7 +13,7 @@ import torch
 
 from specd.attention.torch_attention import TorchAttention
 from specd.config import Config, memory_bytes
-from specd.device import Device, cpu_device
+from specd.device import Device, cpu_device, usable_cores
 from specd.drafters.base import Drafter
 from specd.drafters.registry import (
     DraftChoice,
@@ -74,7 +74,7 @@ class Parts:
 def assemble(config: Config, *, device: Device | None = None) -> Parts:
     """Loads and builds everything. Raises ConfigError, FetchError, ModelError or DraftError."""
     choice = parse_draft(config.speculation.draft)
-    threads = config.model.threads or os.cpu_count() or 1
+    threads = config.model.threads or usable_cores()
     torch.set_num_threads(threads)
     device = device or cpu_device(layout=config.scheduler.streams, threads=threads, timeline=Timeline())
     try:
@@ -175,9 +175,9 @@ def _drafter(
     if choice.kind == "layers":
         return layers_drafter(target, int(choice.argument))
     if choice.kind == "mtp":
-        return mtp_drafter(target, Path(choice.argument))
-    if choice.kind == "lm" and is_borrowing(Path(choice.argument)):
-        return borrowing_drafter(target, Path(choice.argument))
+        return mtp_drafter(target, choice.folder)
+    if choice.kind == "lm" and is_borrowing(choice.folder):
+        return borrowing_drafter(target, choice.folder)
     if choice.kind == "lm":
         name, at, revision = choice.argument.rpartition("@")
         if not at or Path(choice.argument).exists():

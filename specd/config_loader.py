@@ -143,11 +143,6 @@ def check_together(config: Config) -> None:
             f"speculation.ngram_min = {spec.ngram_min} is above speculation.ngram_max = {spec.ngram_max}; "
             "the shortest match cannot be longer than the longest"
         )
-    if spec.ngram_override > spec.ngram_max:
-        raise ConfigError(
-            f"speculation.ngram_override = {spec.ngram_override} is above speculation.ngram_max = {spec.ngram_max}; "
-            "no match could be that long"
-        )
     if isinstance(spec.draft_len, int) and spec.draft_len > spec.max_draft:
         raise ConfigError(
             f"speculation.draft_len = {spec.draft_len} is above speculation.max_draft = {spec.max_draft}; "
@@ -157,11 +152,6 @@ def check_together(config: Config) -> None:
         raise ConfigError(
             f"scheduler.max_tokens = {config.scheduler.max_tokens} is below scheduler.max_running = "
             f"{config.scheduler.max_running}; a step must hold one token of each running sequence"
-        )
-    if spec.ngram_override > spec.ngram_max:
-        raise ConfigError(
-            f"speculation.ngram_override = {spec.ngram_override} is above speculation.ngram_max = {spec.ngram_max}; "
-            "no match could be that long"
         )
     if isinstance(spec.draft_len, int) and spec.draft != "none":
         needed = config.scheduler.max_running * (1 + spec.draft_len)

@@ -253,8 +253,16 @@ _LAYOUTS = {
 }
 
 
-def cpu_device(*, layout: str, threads: int, timeline: Timeline) -> Device:
-    """Worker threads on the CPU; the intra-op threads are shared out among the streams of the layout."""
+def usable_cores() -> int:
+    """Of the machine, those that this process may run on."""
+    return len(os.sched_getaffinity(0))
+
+
+def cpu_device(*, layout: str, threads: int, timeline: Timeline, overlaps: bool | None = None) -> Device:
+    """Worker threads on the CPU; the intra-op threads are shared out among the streams of the layout.
+
+    overlaps: see `Device`; None: when the threads leave a core free.
+    """
     names = set(_LAYOUTS[layout].values())
     # Paired streams compute at the same time; with one stream a stage accept and refill are short, so two still share.
     share = max(1, threads // min(2, len(names)))
@@ -263,7 +271,7 @@ def cpu_device(*, layout: str, threads: int, timeline: Timeline) -> Device:
         torch.device("cpu"),
         {stage: streams[name] for stage, name in _LAYOUTS[layout].items()},
         timeline=timeline,
-        overlaps=threads < (os.cpu_count() or 1),
+        overlaps=threads < usable_cores() if overlaps is None else overlaps,
     )
 
 

@@ -205,8 +205,9 @@ class Engine:
     def _proposer(self) -> NgramProposer:
         """Beside a drafter only long matches count: they are likelier to be right than its drafts."""
         speculation = self._parts.config.speculation
-        shortest = speculation.ngram_min if self._parts.drafter is None else speculation.ngram_override
-        return NgramProposer(min_n=shortest, max_n=speculation.ngram_max)
+        longest = speculation.ngram_max
+        shortest = speculation.ngram_min if self._parts.drafter is None else min(speculation.ngram_override, longest)
+        return NgramProposer(min_n=shortest, max_n=longest)
 
     def _publish(self, deltas: list[SequenceDelta]) -> None:
         for delta in deltas:

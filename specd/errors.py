@@ -36,6 +36,12 @@ class FetchError(ModelError):
     code = "fetch_error"
 
 
+class RankError(SpecdError):
+    """One of several training processes failed, or lost the others. It names the rank."""
+
+    code = "rank_error"
+
+
 class DraftError(SpecdError):
     """A drafter that does not fit the target; both sides are named."""
 

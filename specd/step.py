@@ -254,10 +254,10 @@ class StepStats:
     num_draft_steps: int  # forwards of the drafter before verify
     num_accepted: int
     num_emitted: int
-    num_refill_rows: int  # of the refill that ran before this step's report
+    num_refill_rows: int  # of the refill whose time this is; 0: not that of one decode step
     verify_s: float  # computing: verify and accept
     draft_s: float  # computing: the drafter's forwards before verify
-    refill_s: float  # computing: the refill of the step before
+    refill_s: float  # computing: refills that ended since the step before
     duration_s: float  # from the report of the step before (or the launch) to this step's
 
 

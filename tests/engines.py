@@ -105,12 +105,16 @@ def drafter_of(draft: str, target: Model) -> Drafter | None:
 
 
 def devices(kind: str, *, seed: int = 0) -> Device:
-    """`kind` is "inline", "single", "paired", "stages", or "chaos-" and one of the last three."""
+    """`kind` is "inline", "single", "paired", "stages", or "chaos-" or "serial-" and one of the last three.
+
+    serial: the host does not work beside the streams, as where all cores compute.
+    """
     if kind == "inline":
         return inline_device()
     if kind.startswith("chaos-"):
         return chaos_device(seed, layout=kind.removeprefix("chaos-"))
-    return cpu_device(layout=kind, threads=1, timeline=Timeline())
+    layout = kind.removeprefix("serial-")
+    return cpu_device(layout=layout, threads=1, timeline=Timeline(), overlaps=layout == kind)
 
 
 def make_parts(

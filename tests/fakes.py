@@ -186,7 +186,7 @@ class HeadDrafter:
     def extend(self, tokens: torch.Tensor, state: DraftState, batch: BatchInfo, *, logits: bool) -> DraftState:
         assert state.hidden is not None
         self._write(batch, state.hidden, tokens)
-        return self._predict(state.hidden, tokens)
+        return self._predict(state.hidden, tokens, logits)
 
     def refill(
         self,
@@ -201,7 +201,7 @@ class HeadDrafter:
         assert int(tokens.min()) >= 0, "a token that does not exist would be embedded"
         self.num_refills += 1
         self._write(batch, features, tokens)
-        return self._predict(features[last_rows].float(), tokens[last_rows])
+        return self._predict(features[last_rows].float(), tokens[last_rows], logits)
 
     def pairs(self, pages: Sequence[int], length: int) -> list[tuple[list[int], int]]:
         """(features, token) of the first `length` slots of a page list."""
@@ -215,7 +215,7 @@ class HeadDrafter:
         cells = torch.cat([features.float(), tokens[:, None].float()], dim=1)
         self._data[slots // self._page_size, slots % self._page_size] = cells
 
-    def _predict(self, hidden: torch.Tensor, tokens: torch.Tensor) -> DraftState:
+    def _predict(self, hidden: torch.Tensor, tokens: torch.Tensor, logits: bool) -> DraftState:
         guesses, states = [], []
         for (high, low, position, _), token in zip(hidden.long().tolist(), tokens.tolist(), strict=True):
             value = extend_hash(high * _SIDE + low, token)
@@ -224,7 +224,10 @@ class HeadDrafter:
                 guess = 5 + (guess - 4) % (VOCAB - 5)
             guesses.append(guess)
             states.append([value // _SIDE, value % _SIDE, (position + 1) % _SIDE, guess])
-        return DraftState.of(one_hot_logits(guesses), torch.tensor(states).float().reshape(-1, FEATURES))
+        fed_back = torch.tensor(states).float().reshape(-1, FEATURES)
+        if logits:
+            return DraftState.of(one_hot_logits(guesses), fed_back)
+        return DraftState(torch.tensor(guesses, dtype=torch.int64), hidden=fed_back)
 
 
 class MatrixHead:
@@ -251,7 +254,7 @@ class MatrixHead:
 
     def extend(self, tokens: torch.Tensor, state: DraftState, batch: BatchInfo, *, logits: bool) -> DraftState:
         assert state.hidden is not None
-        return self._mix(tokens, state.hidden)
+        return self._mix(tokens, state.hidden, logits)
 
     def refill(
         self,
@@ -263,11 +266,12 @@ class MatrixHead:
         logits: bool,
     ) -> DraftState:
         assert features is not None
-        return self._mix(tokens[last_rows], features.float()[last_rows])
+        return self._mix(tokens[last_rows], features.float()[last_rows], logits)
 
-    def _mix(self, tokens: torch.Tensor, hidden: torch.Tensor) -> DraftState:
+    def _mix(self, tokens: torch.Tensor, hidden: torch.Tensor, logits: bool) -> DraftState:
         mixed = hidden + self._weight[tokens]
-        return DraftState.of(mixed @ self._weight.T, mixed)
+        state = DraftState.of(mixed @ self._weight.T, mixed)
+        return state if logits else dataclasses.replace(state, logits=None)
 
 
 @dataclasses.dataclass(slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,18 @@ def test_a_head_survives_its_file(overrides: dict[str, Any], tmp_path: Path) -> 
     else:
         assert found.token_ids is not None
         assert torch.equal(found.token_ids, file.token_ids)
+
+
+def test_its_files_have_the_mode_of_any_new_file(tmp_path: Path) -> None:
+    file = head_file(head_config())
+    for umask in (0o022, 0o077):
+        before = os.umask(umask)
+        try:
+            write_head(tmp_path / f"{umask}", file.config, file.weights, token_ids=None, target={})
+        finally:
+            os.umask(before)
+        modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / f"{umask}").iterdir()}
+        assert modes == dict.fromkeys(("config.json", "model.safetensors"), 0o666 & ~umask)
 
 
 def damage(folder: Path, name: str, value: Any) -> None:

@@ -6,8 +6,10 @@ that function, and a little noise makes it wrong now and then.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ from specd.models.llama import Llama
 from specd.models.native import NativeLlama, TensorSource
 from specd.models.native_head import NativeHead
 from specd.models.registry import LoadedModel
+from specd.pipeline import accept as accept_stage
 from specd.step import RefillMode
 from tests.engines import NATIVE_CONFIG, VOCAB, after_each_step, ask, collect, devices, generate, make_parts, running
 from tests.native import LEVELS
@@ -107,6 +110,7 @@ def requests(output: int = OUTPUT) -> list[Any]:
     ]
 
 
+LAYOUTS = ("paired", "stages", "serial-single", "serial-paired", "chaos-single", "chaos-paired", "chaos-stages")
 _plain: dict[str, dict[str, list[int]]] = {}
 
 
@@ -156,7 +160,9 @@ async def test_overridden_by_ngrams(kernels: str, draft_len: int | str, mode: Re
             assert all(engine.stats().accepted_tokens[source] > 0 for source in ("drafter", "ngram"))
 
 
-@pytest.mark.parametrize("layout", ["paired", "stages", "chaos-single", "chaos-paired", "chaos-stages"])
+@pytest.mark.parametrize(
+    "layout", ["paired", "stages", "serial-single", "serial-paired", "chaos-single", "chaos-paired", "chaos-stages"]
+)
 @pytest.mark.parametrize("draft_len", [1, 3])
 @pytest.mark.parametrize("kernels", KERNELS)
 async def test_layouts(kernels: str, draft_len: int, layout: str) -> None:
@@ -241,28 +247,50 @@ async def test_slots_below_the_mark_hold_the_uncached_pairs(
     assert seen > 1000
 
 
-async def test_nothing_waits_between_accept_and_refill() -> None:
-    """K = 1, PADDED: the refill is launched before anyone has seen the report, and the next schedule runs beside it."""
-    parts = parts_of("torch", drafter_of("torch"), draft_len=1, device=devices("paired"), max_tokens=64)
-    order: list[str] = []
-    refill, apply = parts.refill, parts.scheduler.apply
+@pytest.mark.parametrize("kind", ["paired", "serial-paired"])
+async def test_nothing_waits_between_accept_and_refill(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """K = 1, PADDED: accept is held back until the refill is launched, the refill until the next step is scheduled.
+
+    Where the host must not work beside the streams, the schedule comes after the refill: so the check can fail.
+    """
+    parts = parts_of("torch", drafter_of("torch"), draft_len=1, device=devices(kind), max_tokens=64)
+    refill, drafter, schedule = parts.refill, parts.drafter, parts.scheduler.schedule
     assert refill is not None
-    launch = refill.launch_padded
+    assert drafter is not None
+    launch, compute, accept = refill.launch_padded, drafter.refill, accept_stage.accept_rows
+    launched, scheduled = (collections.defaultdict[int, threading.Event](threading.Event) for _ in range(2))  # by step
+    steps: list[int] = []  # of the refills
+    launched_before: list[bool] = []
+    scheduled_during: list[bool] = []
 
-    def launch_padded(*args: Any) -> Any:
-        order.append("refill")
-        return launch(*args)
+    def launch_padded(plan: Any, *handles: Any) -> Any:
+        steps.append(plan.step)
+        launched[plan.step].set()
+        return launch(plan, *handles)
 
-    def applied(*args: Any) -> Any:
-        order.append("commit")
-        return apply(*args)
+    def held_accept(rule: Any, settings: Any, plan: Any, *rest: Any) -> Any:
+        launched_before.append(launched[plan.step].wait(20.0))
+        return accept(rule, settings, plan, *rest)
 
+    def held_refill(*args: Any, **options: Any) -> Any:
+        held_s = 20.0 if kind == "paired" else 0.1
+        scheduled_during.append(scheduled[steps[len(scheduled_during)] + 1].wait(held_s))
+        return compute(*args, **options)
+
+    def note(step: int) -> Any:
+        scheduled[step].set()
+        return schedule(step)
+
+    monkeypatch.setattr(accept_stage, "accept_rows", held_accept)
     refill.launch_padded = launch_padded  # type: ignore[method-assign]
-    parts.scheduler.apply = applied  # type: ignore[method-assign]
+    drafter.refill = held_refill  # type: ignore[method-assign]
+    parts.scheduler.schedule = note  # type: ignore[method-assign]
     async with running(parts) as engine:
-        await generate(engine, [ask("a", PROMPTS["long"], max_tokens=40)])
-    assert order[: 2 * (len(order) // 2)] == ["refill", "commit"] * (len(order) // 2)
-    assert len(order) > 20
+        await generate(engine, [ask("a", PROMPTS["family"][:8], max_tokens=16)])
+    assert len(launched_before) > 8
+    assert all(launched_before)
+    decoding = scheduled_during[1:]  # the first is the prompt's, which nobody waits for
+    assert all(decoding) if kind == "paired" else not any(decoding)
 
 
 def test_heads_of_other_targets_are_refused(tmp_path: Path) -> None:
@@ -283,17 +311,23 @@ def test_auto_is_the_head_that_comes_with_specd(tmp_path: Path, monkeypatch: pyt
     loaded, file = loaded_target(), head_file()
     auto, mtp = parse_draft("auto"), parse_draft("mtp")
     assert settle(auto, loaded) == DraftChoice("ngram")
-    with pytest.raises(DraftError, match="no head for tiny"):
+    with pytest.raises(DraftError, match="'mtp': specd has none for tiny"):
         settle(mtp, loaded)
 
-    for name, layers in (("tin", 3), ("tiny", 2), ("other", 2)):
-        write_head(tmp_path / name, file.config, file.weights, token_ids=file.token_ids, target={"num_layers": layers})
+    for name, layers in (("tin", 2), ("tiny", 2), ("other", 2)):
+        write_head(
+            tmp_path / "mtp" / name, file.config, file.weights, token_ids=file.token_ids, target={"num_layers": layers}
+        )
     assert settle(auto, loaded).name == "mtp:tiny+ngram"
     assert settle(mtp, loaded).name == "mtp:tiny"
     assert not settle(mtp, loaded).uses_ngram
     assert settle(auto, dataclasses.replace(loaded, name="snapshot"), "Tiny-Q8").argument == "tiny"
     assert settle(auto, dataclasses.replace(loaded, name="snapshot")) == DraftChoice("ngram")
-    assert mtp_drafter(loaded, Path("tiny")).traits.name == "mtp:tiny"
+    assert mtp_drafter(loaded, settle(mtp, loaded).folder).traits.name == "mtp:tiny"
+    with pytest.raises(DraftError, match="'lm': specd has none for tiny, only for no model"):
+        settle(parse_draft("lm"), loaded)
+    write_head(tmp_path / "mtp" / "tiny", file.config, file.weights, token_ids=file.token_ids, target={"num_layers": 3})
+    assert settle(auto, loaded) == DraftChoice("ngram")
     assert settle(parse_draft("mtp:else/where"), loaded).argument == "else/where"
 
 

@@ -56,7 +56,7 @@ def chat(*words: int, held_out: bool = False, ended: bool = True) -> Text:
     return Text(np.asarray(ids, np.int32), np.asarray(role, np.uint8), held_out)
 
 
-def test_join_makes_a_fifth_long_and_repeats_no_header() -> None:
+def test_join_makes_a_fifth_long_and_repeats_no_header(capsys: pytest.CaptureFixture[str]) -> None:
     texts = [chat(20 + i, 30 + i, held_out=i % 7 == 0, ended=i % 5 != 0) for i in range(200)]
     joined = join(texts, 30, (2,))
     long = [text for text in joined if len(text.ids) > 10]
@@ -70,6 +70,21 @@ def test_join_makes_a_fifth_long_and_repeats_no_header() -> None:
     assert answers(joined) == answers(texts)
     held_out = lambda texts: [text.ids.tolist() for text in texts if text.held_out]
     assert held_out(joined) == held_out(texts)
+    size, total = (sum(len(text.ids) for text in each) for each in (long, joined))
+    assert capsys.readouterr().err == f"{size} of {total} tokens are in joined chats\n"
+
+
+@pytest.mark.parametrize(
+    ("texts", "counts"),
+    [
+        ([chat(20, ended=False) for _ in range(200)], "0 of 200"),
+        ([chat(20) for _ in range(8)], "8 of 8"),  # too few
+        ([chat(*range(20, 60)) for _ in range(50)], "50 of 50"),  # longer than what two may be together
+    ],
+)
+def test_where_nothing_can_be_joined_join_is_refused(texts: list[Text], counts: str) -> None:
+    with pytest.raises(ConfigError, match=f"--join 30: no two chats could be joined: {counts} sequences are chats"):
+        join(texts, 30, (2,))
 
 
 def test_grouped_keeps_order_and_limits() -> None:

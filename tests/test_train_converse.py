@@ -20,6 +20,7 @@ from specd.server.chat import render
 from specd.text import Tokenizer
 from specd.train.converse import ConverseSettings, converse
 from specd.train.corpus import ANSWER, GIVEN, USER, read_corpus
+from specd.train.journal import Chat, Journal
 from specd.train.shards import read_shards
 from specd.train.template import ChatRenderer, turn_tokens
 from tests.tiny import CHATML, tiny_config, tiny_weights, write_hf_folder
@@ -137,6 +138,31 @@ def test_what_is_of_other_settings_is_refused(settings: ConverseSettings, tmp_pa
     journal.write_bytes(b"nothing\n")
     with pytest.raises(ConfigError, match="not a journal of chats"):
         converse(other, renderer)
+    journal.write_bytes(b"[1]\n")
+    with pytest.raises(ConfigError, match=r"not a journal of chats: .*the first line is list, not an object"):
+        converse(other, renderer)
+
+
+def test_a_torn_line_is_dropped_without_a_moment_in_which_the_rest_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "a.journal.jsonl"
+    with Journal.open(path, {"seed": 1}) as journal:
+        journal.add(3, Chat([1, 2], [0, 1], 0.5))
+    whole = path.read_bytes()
+    path.write_bytes(whole + b'{"chat": 4')
+
+    def crash(self: Path, target: Path) -> Path:
+        raise OSError(f"{self} to {target}")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "replace", crash)
+        with pytest.raises(OSError, match=r"partial to .*a\.journal\.jsonl"):
+            Journal.open(path, {"seed": 1})
+    assert path.read_bytes() == whole + b'{"chat": 4'
+    with Journal.open(path, {"seed": 1}) as journal:
+        assert journal.chats.keys() == {3}
+    assert path.read_bytes() == whole
 
 
 _NO_END = CHATML.replace("'<|im_end|>'", "'END'")

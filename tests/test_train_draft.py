@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from specd.train.collect import CollectSettings
 from specd.train.collect import collect as collect_shards
 from specd.train.corpus import Text
 from specd.train.distil import DraftSettings, TrainableDraft, train
+from specd.train.plan import Plan
 from specd.train.run import Figures, Vocabulary, add_figures
 from specd.train.shards import read_shards
 from specd.train.target import read_frozen, read_layers
@@ -42,7 +44,7 @@ from tests.tiny import (
 from tests.tiny import (
     make_batch as make_paged_batch,
 )
-from tests.training import TORCH, nearly_bigram, write_corpus
+from tests.training import TORCH, changed, nearly_bigram, write_corpus
 
 CONFIG = tiny_config(vocab_size=320, num_layers=6)  # of every byte, so that the folder has a tokenizer
 KERNELS = [pytest.param("torch", id="torch"), pytest.param("native", id="native", marks=needs_kernels)]
@@ -68,16 +70,16 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 @pytest.fixture
 def settings(places: tuple[Path, Path], tmp_path: Path) -> DraftSettings:
-    return DraftSettings(
-        *places, tmp_path / "run", layers=2, epochs=2, batch_tokens=256, warmup=4, lr=2e-3, eval_every=4
-    )
+    plan = Plan(tmp_path / "run", epochs=2, batch_tokens=256, warmup=4, lr=2e-3, eval_every=4)
+    return DraftSettings(*places, plan, layers=2)
 
 
 @pytest.fixture(scope="module")
 def drafted(places: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run's folder."""
     output = tmp_path_factory.mktemp("drafted") / "run"
-    train(DraftSettings(*places, output, layers=2, epochs=30, batch_tokens=512, warmup=4, lr=3e-3, eval_every=30))
+    plan = Plan(output, epochs=30, batch_tokens=512, warmup=4, lr=3e-3, eval_every=30)
+    train(DraftSettings(*places, plan, layers=2))
     return output
 
 
@@ -178,17 +180,17 @@ async def test_the_folder_drafts_for_the_target(drafted: Path, places: tuple[Pat
 
 
 def test_a_run_that_is_taken_up_again_is_the_same_bit_for_bit(settings: DraftSettings, tmp_path: Path) -> None:
-    settings = dataclasses.replace(settings, accumulate=2)
+    settings = changed(settings, accumulate=2)
     whole = train(settings)
-    parts = dataclasses.replace(settings, output=tmp_path / "parts")
+    parts = changed(settings, output=tmp_path / "parts")
     for stop in (3, 0):
-        figures = train(dataclasses.replace(parts, stop_after=stop))
+        figures = train(changed(parts, stop_after=stop))
     assert figures["held_out"] == whole["held_out"]
-    one, other = (load_file(s.output / "checkpoint.safetensors") for s in (settings, parts))
+    one, other = (load_file(s.plan.output / "checkpoint.safetensors") for s in (settings, parts))
     assert one.keys() == other.keys()
     assert all(torch.equal(one[name], other[name]) for name in one)
     with pytest.raises(ConfigError, match="was made with layers 2, not 1"):
-        train(dataclasses.replace(parts, layers=1))
+        train(changed(parts, layers=1))
 
 
 def test_a_package_of_one_layer_is_small(tmp_path: Path) -> None:
@@ -198,7 +200,12 @@ def test_a_package_of_one_layer_is_small(tmp_path: Path) -> None:
         head_dim=64, max_position=8192, rope=RopeConfig(theta=100000.0), tied=True,
     )  # fmt: skip
     weights = {name: torch.zeros(shape) for name, shape in own_shapes(config).items()}
-    write_borrowing(tmp_path / "draft", weights, config, target={})
+    before = os.umask(0o027)
+    try:
+        write_borrowing(tmp_path / "draft", weights, config, target={})
+    finally:
+        os.umask(before)
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "draft").iterdir()} == {0o640}
     assert sum(path.stat().st_size for path in (tmp_path / "draft").iterdir()) < 8_000_000
 
 
@@ -226,11 +233,11 @@ def test_damaged_folders_are_refused(
 
 
 def test_the_command(settings: DraftSettings, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["train", "draft", str(settings.model), "--shards", str(settings.shards), "-o", str(settings.output)]
+    words = ["train", "draft", str(settings.model), "--shards", str(settings.shards), "-o", str(settings.plan.output)]
     assert main([*words, "--layers", "6"]) == 78
     assert "--layers 6: model has 6; give fewer" in capsys.readouterr().err
     assert main([*words, "--layers", "0"]) == 78
     assert "--layers 0: must be at least 1" in capsys.readouterr().err
     assert main([*words, "--layers", "1", "--stop-after", "2", "--precision", "bf16"]) == 0
     assert "drafts kept of 3" in capsys.readouterr().out
-    assert is_borrowing(settings.output / "model")
+    assert is_borrowing(settings.plan.output / "model")

@@ -170,6 +170,29 @@ def test_collect_computes_given_text(model: Path, tokenizer: Tokenizer, tmp_path
     assert torch.isfinite(data.hidden.float()).all()
 
 
+def test_given_chats_are_joined_as_the_template_goes_on(
+    model: Path, tokenizer: Tokenizer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given, shards = tmp_path / "a.jsonl", tmp_path / "shards"
+    given.write_text("\n".join(json.dumps(turns(word, f"the {word}")) for word in ("fox", "dog", "lazy", "over") * 10))
+    words = ["train", "collect", str(model), "--given", str(given), "-o", str(shards)]
+    assert main([*words, "--join", "80"]) == 0
+    said = capsys.readouterr().err
+    data = read_shards(shards)
+    joined = [i for i, size in enumerate(data.lens.tolist()) if size > 40]
+    assert f"{sum(data.lens[joined].tolist())} of {len(data.ids)} tokens are in joined chats\n" in said
+    start = int(data.starts[joined[0]])
+    text = tokenizer.decode(data.ids[start : start + int(data.lens[joined[0]])].tolist(), skip_special=False)
+    questions = [line.removesuffix("<|im_end|>") for line in text.split("<|im_start|>user\n")[1:]]
+    pairs = [question.split("<|im_end|>\n<|im_start|>assistant\nthe ") for question in questions]
+    assert len(pairs) > 1
+    ends = ["<|im_end|>\n"] * (len(pairs) - 1) + [""]
+    assert [answer for _, answer in pairs] == [word + end for (word, _), end in zip(pairs, ends, strict=True)]
+    given.write_text(json.dumps({"text": "quick brown fox " * 100}))
+    assert main([*words[:-1], str(tmp_path / "other"), "--join", "80"]) == 78
+    assert "--join 80: no two chats could be joined: 0 of " in capsys.readouterr().err
+
+
 def test_the_command_names_the_line(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = tmp_path / "a.jsonl"
     given.write_text('{"text": "a"}\n{"text": 1}\n')

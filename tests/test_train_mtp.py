@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
+import os
+import stat
 from pathlib import Path
 
 import orjson
@@ -14,12 +15,15 @@ from specd.cli import main
 from specd.errors import ConfigError
 from specd.models.heads import read_head
 from specd.train.batches import draft_vocabulary, epoch_batches, follows, make_batch, sequences
+from specd.train.checkpoint import read_state, save_checkpoint
+from specd.train.folder import RunFolder
 from specd.train.head import HeadInputs, TrainableHead, balance, initial_weights
 from specd.train.mtp import MtpSettings, head_config, train
+from specd.train.plan import Plan
 from specd.train.run import Figures, Vocabulary, add_figures, run_passes
 from specd.train.shards import Collected, read_shards
 from specd.train.target import read_frozen
-from tests.training import random_texts, tiny_shards
+from tests.training import changed, random_texts, tiny_shards
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +35,10 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 @pytest.fixture
 def settings(places: tuple[Path, Path], tmp_path: Path) -> MtpSettings:
     return MtpSettings(
-        *places, tmp_path / "run", draft_vocab=60, steps=2, epochs=2, batch_tokens=256, warmup=4, lr=2e-3, eval_every=5
+        *places,
+        Plan(tmp_path / "run", epochs=2, batch_tokens=256, warmup=4, lr=2e-3, eval_every=5),
+        draft_vocab=60,
+        steps=2,
     )
 
 
@@ -69,9 +76,9 @@ def test_a_batch_learns_the_written_tokens_alone(data: Collected) -> None:
 
 
 def test_a_part_of_the_corpus_is_trained_on_and_all_of_the_held_out_looked_at(settings: MtpSettings) -> None:
-    figures = train(dataclasses.replace(settings, train_tokens=300, epochs=1))
-    whole = train(dataclasses.replace(settings, output=settings.output.with_name("whole"), epochs=1))
-    logs = [(path / "log.jsonl").read_bytes().splitlines() for path in settings.output.parent.iterdir()]
+    figures = train(changed(settings, train_tokens=300, epochs=1))
+    whole = train(changed(settings, output=settings.plan.output.with_name("whole"), epochs=1))
+    logs = [(path / "log.jsonl").read_bytes().splitlines() for path in settings.plan.output.parent.iterdir()]
     first, second = (orjson.loads(lines[0])["held_out"] for lines in logs)
     assert first == second  # of the same start
     assert 1 <= figures["step"] <= 2 < whole["step"]
@@ -130,58 +137,100 @@ def test_figures_are_those_of_a_loop_over_origins(settings: MtpSettings, data: C
 
 
 def test_a_run_that_is_taken_up_again_is_the_same_bit_for_bit(settings: MtpSettings, tmp_path: Path) -> None:
-    settings = dataclasses.replace(settings, noise=0.1, accumulate=2, feature_weight=0.1)
+    settings = changed(settings, noise=0.1, accumulate=2, feature_weight=0.1)
     whole = train(settings)
-    parts = dataclasses.replace(settings, output=tmp_path / "parts")
+    parts = changed(settings, output=tmp_path / "parts")
     for stop in (5, 9, 0):  # 9: an evaluation of its own, not one of every fifth step
-        figures = train(dataclasses.replace(parts, stop_after=stop))
+        figures = train(changed(parts, stop_after=stop))
     assert figures["held_out"] == whole["held_out"]
-    one, other = (load_file(s.output / "checkpoint.safetensors") for s in (settings, parts))
+    one, other = (load_file(s.plan.output / "checkpoint.safetensors") for s in (settings, parts))
     assert one.keys() == other.keys()
     assert all(torch.equal(one[name], other[name]) for name in one)
-    changed = load_file(train_other(parts, tmp_path) / "checkpoint.safetensors")
-    assert not torch.equal(changed["weight.eh_proj.weight"], one["weight.eh_proj.weight"])
+    seeded = load_file(train_other(parts, tmp_path) / "checkpoint.safetensors")
+    assert not torch.equal(seeded["weight.eh_proj.weight"], one["weight.eh_proj.weight"])
 
 
 def train_other(settings: MtpSettings, tmp_path: Path) -> Path:
     """The control: another seed gives other weights."""
-    other = dataclasses.replace(settings, seed=1, output=tmp_path / "other")
+    other = changed(settings, seed=1, output=tmp_path / "other")
     train(other)
-    return other.output
+    return other.plan.output
 
 
 def test_a_checkpoint_of_other_settings_is_refused(settings: MtpSettings) -> None:
-    train(dataclasses.replace(settings, stop_after=1))
+    train(changed(settings, stop_after=1))
     with pytest.raises(ConfigError, match=r"was made with lr 0\.002, not 0\.001"):
-        train(dataclasses.replace(settings, lr=1e-3))
+        train(changed(settings, lr=1e-3))
+    with pytest.raises(ConfigError, match="was made with eval_steps 3, not 2"):  # drafts kept of 3 and of 2
+        train(changed(settings, eval_steps=2))
+    with pytest.raises(ConfigError, match="was made with eval_tokens 16384, not 100"):
+        train(changed(settings, eval_tokens=100))
+
+
+def test_a_checkpoint_that_is_older_than_an_option_goes_on(settings: MtpSettings) -> None:
+    train(changed(settings, stop_after=1))
+    path = settings.plan.output / "checkpoint.safetensors"
+    state = read_state(path)
+    assert {"lr", "draft_vocab", "precision"} <= state["identity"].keys()  # in one row
+    known = {name: v for name, v in state["identity"].items() if name not in ("train_tokens", "without", "eval_steps")}
+    save_checkpoint(path, load_file(path), state | {"identity": known})
+    with pytest.raises(ConfigError, match="was made with train_tokens 0, not 300"):
+        train(changed(settings, train_tokens=300))
+    with pytest.raises(ConfigError, match=r"was made with without \[\], not \['input_norm'\]"):
+        train(changed(settings, without=("input_norm",)))
+    assert train(changed(settings, stop_after=2))["step"] == 2
+
+
+def test_a_crash_between_two_heads_loses_neither(settings: MtpSettings) -> None:
+    train(changed(settings, stop_after=1))
+    head = settings.plan.output / "head"
+    written = (head / "model.safetensors").read_bytes()
+    head.rename(settings.plan.output / "head.old")
+    RunFolder(settings.plan.output, best="head", writes=False)
+    assert not head.exists()  # another rank's business
+    RunFolder(settings.plan.output, best="head", writes=True)
+    assert (head / "model.safetensors").read_bytes() == written
+    assert not (settings.plan.output / "head.old").exists()
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o077])
+def test_what_is_written_has_the_mode_of_any_new_file(settings: MtpSettings, umask: int) -> None:
+    before = os.umask(umask)
+    try:
+        train(changed(settings, stop_after=1))
+    finally:
+        os.umask(before)
+    files = [path for path in settings.plan.output.rglob("*") if path.is_file()]
+    assert {"log.jsonl", "checkpoint.safetensors", "model.safetensors", "config.json"} <= {path.name for path in files}
+    assert {stat.S_IMODE(path.stat().st_mode) for path in files} == {0o666 & ~umask}
 
 
 def test_accumulated_batches_are_one_large_batch(settings: MtpSettings, data: Collected, tmp_path: Path) -> None:
     # As many forwards as an epoch has: the same sequences in one step, however they are cut.
     weights = []
     for name, tokens in (("large", 2000), ("small", 300)):
-        each = dataclasses.replace(
+        each = changed(
             settings, batch_tokens=tokens, accumulate=1000, stop_after=1, warmup=0, epochs=1, output=tmp_path / name
         )
         chosen = sequences(data, held_out=False)
         assert (len(epoch_batches(data, chosen, tokens, seed=0, epoch=0)) > 8) == (name == "small")
         train(each)
-        line = (each.output / "log.jsonl").read_bytes().splitlines()[1]
-        weights.append((orjson.loads(line)["loss"], load_file(each.output / "checkpoint.safetensors")))
+        line = (each.plan.output / "log.jsonl").read_bytes().splitlines()[1]
+        weights.append((orjson.loads(line)["loss"], load_file(each.plan.output / "checkpoint.safetensors")))
     assert weights[0][0] == pytest.approx(weights[1][0], rel=1e-4)
     moments = [w["first.eh_proj.weight"] for _, w in weights]
     torch.testing.assert_close(moments[0], moments[1], rtol=1e-3, atol=1e-6)
 
 
 def test_a_head_learns_far_more_than_chance(settings: MtpSettings) -> None:
-    figures = train(dataclasses.replace(settings, draft_vocab=0, epochs=40, steps=1, eval_every=50, lr=3e-3))
+    figures = train(changed(settings, draft_vocab=0, epochs=40, steps=1, eval_every=50, lr=3e-3))
     learned = figures["held_out"]["top1"][0]
     assert learned > 0.5
-    head = read_head(settings.output / "head")
+    head = read_head(settings.plan.output / "head")
     assert head.target["name"] == "model"
-    provenance = orjson.loads((settings.output / "head" / "provenance.json").read_bytes())
+    provenance = orjson.loads((settings.plan.output / "head" / "provenance.json").read_bytes())
     assert provenance["figures"] == figures
-    first = orjson.loads((settings.output / "log.jsonl").read_bytes().splitlines()[0])
+    first = orjson.loads((settings.plan.output / "log.jsonl").read_bytes().splitlines()[0])
     assert first["held_out"]["top1"][0] < learned / 3  # the control: what it started with; chance is a hundredth
 
 
@@ -189,7 +238,7 @@ def test_shards_of_another_target_are_refused(settings: MtpSettings, tmp_path: P
     other, _ = tiny_shards(tmp_path, random_texts(4, vocab_size=97, seed=3))
     (other / "model.safetensors").write_bytes((other / "model.safetensors").read_bytes() + b" ")
     with pytest.raises(ConfigError, match="were collected from model, not from"):
-        train(dataclasses.replace(settings, model=other))
+        train(changed(settings, model=other))
 
 
 @pytest.mark.parametrize(
@@ -204,7 +253,7 @@ def test_shards_of_another_target_are_refused(settings: MtpSettings, tmp_path: P
 def test_wrong_options_are_named(
     settings: MtpSettings, capsys: pytest.CaptureFixture[str], options: list[str], message: str
 ) -> None:
-    words = ["train", "mtp", str(settings.model), "--shards", str(settings.shards), "-o", str(settings.output)]
+    words = ["train", "mtp", str(settings.model), "--shards", str(settings.shards), "-o", str(settings.plan.output)]
     assert main([*words, *options]) == 78
     assert message in capsys.readouterr().err
 

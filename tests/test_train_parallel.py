@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +15,8 @@ from safetensors.torch import load_file
 from specd.errors import ConfigError
 from specd.train.mtp import MtpSettings, train
 from specd.train.parallel import Ranks, check_share, world
-from tests.training import random_texts, run_ranks, tiny_shards
+from specd.train.plan import Plan, values_of
+from tests.training import changed, random_texts, run_ranks, tiny_shards
 
 _STEPS = 12
 # Two ranks never have as many of them as the other: an epoch of the tiny corpus ends with a step of fewer.
@@ -37,7 +37,7 @@ def alone(places: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -
     """A finished run of one process."""
     output = tmp_path_factory.mktemp("alone")
     values: dict[str, Any] = {name.replace("-", "_"): value for name, value in _OPTIONS.items()}
-    settings = MtpSettings(*places, output, **values)
+    settings = MtpSettings(*places, Plan(output, **values_of(Plan, values)), **values_of(MtpSettings, values))
     train(settings)
     return settings
 
@@ -77,7 +77,7 @@ def test_two_ranks_under_torchrun_are_one_process(alone: MtpSettings, tmp_path: 
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("drafts kept of") == 1  # one of them speaks
     assert done.stderr.count("held-out top-1") == 4
-    assert_the_same_run(alone.output, tmp_path)
+    assert_the_same_run(alone.plan.output, tmp_path)
     assert (tmp_path / "head" / "model.safetensors").exists()
 
 
@@ -85,41 +85,51 @@ def test_a_run_goes_on_with_another_way_to_share(alone: MtpSettings, tmp_path: P
     """Slices of the head on two ranks, then the whole head in one process."""
     for code, error in run_ranks([words(alone, tmp_path, shard="fsdp", stop_after=10)] * 2):
         assert code == 0, error
-    train(dataclasses.replace(alone, output=tmp_path))
-    assert_the_same_run(alone.output, tmp_path)
+    train(changed(alone, output=tmp_path))
+    assert_the_same_run(alone.plan.output, tmp_path)
 
 
 def test_the_comparison_can_fail(alone: MtpSettings, tmp_path: Path) -> None:
-    train(dataclasses.replace(alone, output=tmp_path, seed=1))
-    assert largest_difference(alone.output, tmp_path) > 1e-2
+    train(changed(alone, output=tmp_path, seed=1))
+    assert largest_difference(alone.plan.output, tmp_path) > 1e-2
 
 
-def test_a_rank_that_fails_ends_the_other(alone: MtpSettings, tmp_path: Path) -> None:
+@pytest.mark.parametrize("shard", ["ddp", "fsdp"])
+def test_a_rank_that_fails_ends_the_other(alone: MtpSettings, tmp_path: Path, shard: str) -> None:
+    """Whoever lost it says so; the one that failed says why, and not that it lost somebody."""
     patch = (
         "import specd.train.mtp as mtp\nreal = mtp.run_passes\n"
         "def broken(*a, **k):\n"
         "    broken.calls = getattr(broken, 'calls', 0) + 1\n"
-        "    if rank == 1 and broken.calls == 20: raise MemoryError('no memory left')\n"
+        "    if rank == 1 and broken.calls == 20: raise RuntimeError('no memory left')\n"
         "    return real(*a, **k)\n"
         "mtp.run_passes = broken\n"
     )
-    (first, said), (second, cause) = run_ranks([words(alone, tmp_path, rank_timeout=20)] * 2, patch=patch)
+    (first, said), (second, cause) = run_ranks([words(alone, tmp_path, shard=shard)] * 2, patch=patch)
     assert (first, second) == (1, 1)
     assert "specd: rank 0 of 2 failed, or lost another rank: " in said
-    assert "no memory left" in cause
+    assert "RuntimeError: no memory left" in cause
+    assert "lost another rank" not in cause
     assert lines(tmp_path)[-1]["step"] >= 1
 
 
 def test_a_rank_that_hangs_ends_the_other(alone: MtpSettings, tmp_path: Path) -> None:
+    """The limit holds from the step on in which it matters: however long the ranks take to start."""
     patch = (
-        "import time\nimport specd.train.trainer as trainer\nreal = trainer.Trainer._train_step\n"
-        "def slow(self, groups):\n"
-        "    if rank == 0 and self.step == 2: time.sleep(10)\n"
-        "    return real(self, groups)\n"
-        "trainer.Trainer._train_step = slow\n"
+        "import datetime, time\nimport torch.distributed as dist\nimport specd.train.trainer as trainer\n"
+        "join, step = dist.init_process_group, trainer.Trainer._train_step\n"
+        "def patient(backend, timeout):\n"
+        "    patient.limit = timeout\n"
+        "    join(backend, timeout=datetime.timedelta(seconds=100))\n"
+        "def hanging(self, groups):\n"
+        "    if self.step == 2:\n"
+        "        if rank == 0: time.sleep(1000)\n"
+        "        dist.distributed_c10d._set_pg_timeout(patient.limit)\n"
+        "    return step(self, groups)\n"
+        "dist.init_process_group, trainer.Trainer._train_step = patient, hanging\n"
     )
-    (first, _), (second, said) = run_ranks([words(alone, tmp_path, rank_timeout=8)] * 2, patch=patch)
-    assert (first, second) == (1, 1)
+    _, (code, said) = run_ranks([words(alone, tmp_path, rank_timeout=3)] * 2, patch=patch, hangs=0)
+    assert code == 1
     assert "specd: rank 1 of 2 failed, or lost another rank: " in said
     assert "imed out" in said
 
@@ -152,7 +162,7 @@ def test_what_cannot_be_shared_is_refused(alone: MtpSettings) -> None:
     with pytest.raises(ConfigError, match="--accumulate 3: 4 ranks share the forwards of a step; give at least 4"):
         check_share(Ranks(3, 4), accumulate=3, shard="ddp")
     with pytest.raises(ConfigError, match="--shard fsdp: one process has nothing to share"):
-        train(dataclasses.replace(alone, shard="fsdp"))
+        train(changed(alone, shard="fsdp"))
 
 
 def test_one_process_is_a_run_of_one_rank() -> None:

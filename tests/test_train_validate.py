@@ -25,6 +25,7 @@ from specd.train.corpus import Text
 from specd.train.head import TrainableHead
 from specd.train.held_out import read_held_out
 from specd.train.mtp import MtpSettings, train
+from specd.train.plan import Plan
 from specd.train.replay import Replay, Table
 from specd.train.run import Figures, Vocabulary, add_figures, run_passes
 from specd.train.shards import Collected, read_shards
@@ -45,9 +46,12 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
     folder = tmp_path_factory.mktemp("validate")
     model, shards = tiny_shards(folder, spoken_texts(), shard_tokens=1024)
     settings = MtpSettings(
-        model, shards, folder / "run", draft_vocab=80, epochs=8, steps=2, batch_tokens=512, lr=3e-3, warmup=4,
-        eval_every=1000, eval_steps=DEPTH,
-    )  # fmt: skip
+        model,
+        shards,
+        Plan(folder / "run", epochs=8, batch_tokens=512, lr=3e-3, warmup=4, eval_every=1000, eval_steps=DEPTH),
+        draft_vocab=80,
+        steps=2,
+    )
     train(settings)
     return model, shards, folder / "run" / "head"
 

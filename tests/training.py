@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from safetensors.torch import save_file
+from torch.distributed import TCPStore
 
 from specd.models.registry import KernelChoice
 from specd.train.collect import CollectSettings, Features, collect
 from specd.train.corpus import Text
+from specd.train.distil import DraftSettings
+from specd.train.mtp import MtpSettings
+from specd.train.plan import Plan
 from tests.tiny import tiny_config, tiny_weights, write_hf_folder
 
 TORCH = KernelChoice("torch")
+_Settings = TypeVar("_Settings", MtpSettings, DraftSettings)
 
 
 def random_texts(count: int, *, vocab_size: int, shortest: int = 8, longest: int = 24, seed: int = 0) -> list[Text]:
@@ -70,24 +76,43 @@ def tiny_shards(
     return model, folder / "shards"
 
 
-def run_ranks(words: Sequence[Sequence[str]], *, patch: str = "", timeout_s: float = 120.0) -> list[tuple[int, str]]:
+def run_ranks(
+    words: Sequence[Sequence[str]], *, patch: str = "", hangs: int | None = None, timeout_s: float = 120.0
+) -> list[tuple[int, str]]:
     """`specd` with words[r] as rank r of len(words), all at a time: exit code and standard error of each.
 
-    patch: Python that every rank runs before, with `rank` set. TimeoutExpired when one has not ended in time.
+    patch: Python that every rank runs before, with `rank` set. hangs: a rank that is killed once the others have ended.
+    TimeoutExpired when one has not ended in time.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    # As under torchrun, the store that they meet at is not theirs: a port that is bound already cannot be taken.
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    meeting = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+    }
     script = f"import os, sys\nrank = int(os.environ['RANK'])\n{patch}\nfrom specd.cli import main\nsys.exit(main())"
     processes = []
     for rank, line in enumerate(words):
-        where = {"RANK": str(rank), "WORLD_SIZE": str(len(words)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        env = os.environ | where | {"OMP_NUM_THREADS": "1"}
+        env = os.environ | meeting | {"RANK": str(rank), "WORLD_SIZE": str(len(words)), "OMP_NUM_THREADS": "1"}
         command = [sys.executable, "-c", script, *line]
         processes.append(subprocess.Popen(command, env=env, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
     try:
-        errors = [process.communicate(timeout=timeout_s)[1] for process in processes]
+        errors = {}
+        for rank in sorted(range(len(words)), key=lambda rank: rank == hangs):
+            if rank == hangs:
+                processes[rank].kill()
+            errors[rank] = processes[rank].communicate(timeout=timeout_s)[1]
     finally:
         for process in processes:
             process.kill()
-    return [(process.returncode, error) for process, error in zip(processes, errors, strict=True)]
+    return [(process.returncode, errors[rank]) for rank, process in enumerate(processes)]
+
+
+def changed(settings: _Settings, **values: Any) -> _Settings:
+    """The settings of a training run with other values, of its plan too."""
+    names = {field.name for field in dataclasses.fields(Plan)}
+    plan = dataclasses.replace(settings.plan, **{name: value for name, value in values.items() if name in names})
+    own = {name: value for name, value in values.items() if name not in names}
+    return dataclasses.replace(settings, plan=plan, **own)

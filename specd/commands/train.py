@@ -8,9 +8,10 @@ from pathlib import Path
 
 from specd import log
 from specd.commands import train_collect, train_draft, train_validate
-from specd.commands.train_options import add_numbers, add_training
+from specd.commands.train_options import add_numbers, add_training, make_plan
 from specd.errors import ConfigError
 from specd.models import fetch
+from specd.train.plan import values_of
 from specd.train.recipe import RecipeParser
 
 _LOWEST = {
@@ -96,8 +97,8 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
 def _mtp(args: argparse.Namespace, path: Path) -> int:
     module = importlib.import_module("specd.train.mtp")
     trainer, parallel = (importlib.import_module(f"specd.train.{name}") for name in ("trainer", "parallel"))
-    values = {name: value for name, value in vars(args).items() if name in module.MtpSettings.__slots__}
-    figures = module.train(module.MtpSettings(**values | {"model": path, "without": tuple(sorted(args.without))}))
+    given = vars(args) | {"model": path, "plan": make_plan(args), "without": tuple(sorted(args.without))}
+    figures = module.train(module.MtpSettings(**values_of(module.MtpSettings, given)))
     if parallel.world()[0] == 0:
         print(trainer.render(figures))
     return 0

@@ -6,7 +6,8 @@ import argparse
 import importlib
 from pathlib import Path
 
-from specd.commands.train_options import add_training
+from specd.commands.train_options import add_training, make_plan
+from specd.train.plan import values_of
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -19,8 +20,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, path: Path) -> int:
     module = importlib.import_module("specd.train.distil")
     trainer, parallel = (importlib.import_module(f"specd.train.{name}") for name in ("trainer", "parallel"))
-    values = {name: value for name, value in vars(args).items() if name in module.DraftSettings.__slots__}
-    figures = module.train(module.DraftSettings(**values | {"model": path}))
+    given = vars(args) | {"model": path, "plan": make_plan(args)}
+    figures = module.train(module.DraftSettings(**values_of(module.DraftSettings, given)))
     if parallel.world()[0] == 0:
         print(trainer.render(figures))
     return 0

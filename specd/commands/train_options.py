@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from pathlib import Path
 from typing import Any
 
-_NUMBERS: tuple[tuple[str, Any, str], ...] = (
-    ("epochs", 6, "times over the corpus"),
-    ("train-tokens", 0, "of the corpus, evenly chosen sequences of so many tokens; 0: all"),
-    ("batch-tokens", 2048, "tokens of one forward, padding included"),
-    ("accumulate", 1, "forwards of one optimizer step, shared by the ranks"),
-    ("lr", 5e-4, "highest learning rate"),
-    ("warmup", 50, "optimizer steps"),
-    ("weight-decay", 0.01, "of AdamW"),
-    ("clip", 1.0, "largest norm of the gradient"),
-    ("seed", 0, "of the order, the start and the noise"),
-    ("eval-every", 100, "optimizer steps between looks at held-out sequences; each saves"),
-    ("eval-tokens", 16384, "held-out tokens that are looked at"),
-    ("eval-steps", 3, "positions of a draft that are looked at"),
-    ("stop-after", 0, "stop after so many optimizer steps with a checkpoint; 0: at the end"),
-    ("rank-timeout", 600.0, "seconds that a rank waits for the others"),
+from specd.train.plan import Plan, values_of
+
+_NUMBERS: tuple[tuple[str, str], ...] = (
+    ("epochs", "times over the corpus"),
+    ("train-tokens", "of the corpus, evenly chosen sequences of so many tokens; 0: all"),
+    ("batch-tokens", "tokens of one forward, padding included"),
+    ("accumulate", "forwards of one optimizer step, shared by the ranks"),
+    ("lr", "highest learning rate"),
+    ("warmup", "optimizer steps"),
+    ("weight-decay", "of AdamW"),
+    ("clip", "largest norm of the gradient"),
+    ("seed", "of the order, the start and the noise"),
+    ("eval-every", "optimizer steps between looks at held-out sequences; each saves"),
+    ("eval-tokens", "held-out tokens that are looked at"),
+    ("eval-steps", "positions of a draft that are looked at"),
+    ("stop-after", "stop after so many optimizer steps with a checkpoint; 0: at the end"),
+    ("rank-timeout", "seconds that a rank waits for the others"),
 )
 
 
@@ -36,17 +39,18 @@ def add_training(parser: argparse.ArgumentParser, *, best: str) -> None:
         metavar="DIR",
         help=f"gets log.jsonl, checkpoint.safetensors (gone on from when it is there) and {best}/, the best so far",
     )
-    add_numbers(parser, _NUMBERS)
+    defaults = {field.name: field.default for field in dataclasses.fields(Plan)}
+    add_numbers(parser, tuple((name, defaults[name.replace("-", "_")], text) for name, text in _NUMBERS))
     parser.add_argument(
         "--precision",
         choices=("fp32", "bf16"),
-        default="fp32",
+        default=defaults["precision"],
         help="of matrix products; bf16 is several times as fast where the CPU has AMX (default fp32)",
     )
     parser.add_argument(
         "--shard",
         choices=("ddp", "fsdp"),
-        default="ddp",
+        default=defaults["shard"],
         help="of several ranks (torchrun --nproc-per-node N -m specd train ...) each holds the whole model (ddp, the "
         "default) or a slice of it (fsdp)",
     )
@@ -56,3 +60,7 @@ def add_numbers(parser: argparse.ArgumentParser, options: tuple[tuple[str, Any, 
     """options: name, default and what it means."""
     for name, default, text in options:
         parser.add_argument(f"--{name}", type=type(default), default=default, help=f"{text} (default {default})")
+
+
+def make_plan(args: argparse.Namespace) -> Plan:
+    return Plan(**values_of(Plan, vars(args)))

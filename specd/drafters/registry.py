@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
 
@@ -18,21 +19,27 @@ from specd.models.registry import LoadedModel
 from specd.text import Tokenizer
 
 MAX_DEPTH = 64
-SHIPPED = Path(__file__).parent / "shipped"  # one folder a head, named like the beginning of the model's name
+SHIPPED = Path(__file__).parent / "shipped"  # KIND/NAME: for models whose names begin with NAME
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DraftChoice:
-    """What `speculation.draft` asks for. "auto", and "mtp" without a folder, are settled when the target is known."""
+    """What `speculation.draft` asks for. "auto", and "mtp" and "lm" alone, are settled when the target is known."""
 
     kind: Literal["auto", "none", "ngram", "layers", "lm", "mtp"]
     argument: str = ""
+    shipped: bool = False  # the argument is the name of one that comes with specd
     proposes: bool = False  # the n-gram proposer overrides the drafter in rows where it has a long match
 
     @property
     def name(self) -> str:
         name = f"{self.kind}:{self.argument}" if self.argument else self.kind
         return f"{name}+ngram" if self.proposes else name
+
+    @property
+    def folder(self) -> Path:
+        """Of a head or a draft model."""
+        return SHIPPED / self.kind / self.argument if self.shipped else Path(self.argument)
 
     @property
     def uses_ngram(self) -> bool:
@@ -44,6 +51,7 @@ _WITHOUT_ARGUMENT = {
     "none": DraftChoice("none"),
     "ngram": DraftChoice("ngram"),
     "mtp": DraftChoice("mtp"),
+    "lm": DraftChoice("lm"),
 }
 
 
@@ -60,35 +68,35 @@ def parse_draft(text: str) -> DraftChoice:
         raise DraftError("speculation.draft is 'mtp:builtin': heads inside a model's checkpoint are not read yet")
     if kind == "mtp" and argument:
         return DraftChoice("mtp", argument)
-    raise DraftError(f"speculation.draft is {text!r}; give auto, none, ngram, layers:N, lm:MODEL, mtp or mtp:FOLDER")
+    known = "auto, none, ngram, layers:N, mtp, mtp:FOLDER, lm or lm:MODEL"
+    raise DraftError(f"speculation.draft is {text!r}; give {known}")
 
 
 def settle(choice: DraftChoice, target: LoadedModel, *names: str) -> DraftChoice:
     """ "auto" is the head that comes with specd for this model, overridden by n-grams, or n-grams where there is none.
 
-    names: what else the model is called. Raises DraftError for "mtp" where there is no head.
+    names: what else the model is called. Raises DraftError for "mtp" or "lm" where specd has none.
     """
-    if choice.argument or choice.kind not in ("auto", "mtp"):
+    if choice.argument or choice.kind not in ("auto", "mtp", "lm"):
         return choice
-    found = shipped_head(target, *names)
-    if found is not None:
-        return DraftChoice("mtp", found.name, proposes=choice.kind == "auto")
+    kind: Literal["mtp", "lm"] = "lm" if choice.kind == "lm" else "mtp"
+    found = _shipped_for(kind, (target.name, *names))
+    if found is not None and (kind == "lm" or not _differences(read_head(found), target)):
+        return DraftChoice(kind, found.name, shipped=True, proposes=choice.kind == "auto")
     if choice.kind == "auto":
         return DraftChoice("ngram")
-    shipped = ", ".join(path.name for path in _shipped())
-    raise DraftError(f"speculation.draft is 'mtp': specd has no head for {target.name}, only for {shipped}")
+    there = ", ".join(path.name for path in _shipped(kind)) or "no model"
+    raise DraftError(f"speculation.draft is {kind!r}: specd has none for {target.name}, only for {there}")
 
 
-def shipped_head(target: LoadedModel, *names: str) -> Path | None:
-    """The folder of the head that comes with specd for a model: by the beginning of its name, and its sizes."""
-    for path in _shipped():
-        if any(name.lower().startswith(path.name) for name in (target.name, *names)) and _fits(read_head(path), target):
-            return path
-    return None
+def _shipped_for(kind: str, names: Iterable[str]) -> Path | None:
+    """The folder whose name is the longest that one of a model's names begins with."""
+    fitting = [path for path in _shipped(kind) if any(name.lower().startswith(path.name) for name in names)]
+    return max(fitting, key=lambda path: len(path.name), default=None)
 
 
-def _shipped() -> list[Path]:
-    return sorted(path.parent for path in SHIPPED.glob("*/config.json"))
+def _shipped(kind: str) -> list[Path]:
+    return sorted(path.parent for path in (SHIPPED / kind).glob("*/config.json"))
 
 
 def _differences(file: HeadFile, target: LoadedModel) -> list[tuple[str, int, int]]:
@@ -100,10 +108,6 @@ def _differences(file: HeadFile, target: LoadedModel) -> list[tuple[str, int, in
         ("number of layers", file.target.get("num_layers", shape.num_layers), shape.num_layers),
     )
     return [pair for pair in pairs if pair[1] != pair[2]]
-
-
-def _fits(file: HeadFile, target: LoadedModel) -> bool:
-    return not _differences(file, target)
 
 
 def layers_drafter(target: LoadedModel, num_layers: int) -> LMDrafter:
@@ -121,12 +125,7 @@ def layers_drafter(target: LoadedModel, num_layers: int) -> LMDrafter:
 
 
 def mtp_drafter(target: LoadedModel, path: Path) -> MtpDrafter:
-    """The head in a folder, or the one that specd has by that name.
-
-    Raises ModelError for a bad folder, DraftError for a head of another target.
-    """
-    if not path.exists() and path in [shipped.relative_to(SHIPPED) for shipped in _shipped()]:
-        path = SHIPPED / path
+    """The head in a folder. Raises ModelError for a bad folder, DraftError for a head of another target."""
     file = read_head(path)
     config = file.config
     for what, theirs, ours in _differences(file, target):

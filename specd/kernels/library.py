@@ -155,6 +155,7 @@ class CAcceptance(ctypes.Structure):
         ("root_offset", _POINTER),
         ("offsets", _POINTER),
         ("num_sequences", _I64),
+        ("num_rows", _I64),
         ("max_drafts", _I64),
         ("tokens", _POINTER),
         ("num_accepted", _POINTER),
@@ -199,8 +200,8 @@ _SIGNATURES: Mapping[str, tuple[object, list[object]]] = {
     ),
     "specd_top_rows": (_I32, [_POINTER, ctypes.POINTER(CLogitsRows), ctypes.POINTER(CTops), _POINTER, _I32]),
     "specd_draw": (_I32, [_POINTER, ctypes.POINTER(CDraws), _POINTER, _I32]),
-    "specd_accept": (None, [ctypes.POINTER(CAcceptance)]),
-    "specd_shift": (None, [ctypes.POINTER(CShifts)]),
+    "specd_accept": (_I32, [ctypes.POINTER(CAcceptance)]),
+    "specd_shift": (_I32, [ctypes.POINTER(CShifts)]),
     "specd_linear_rows": (
         _I32,
         [_POINTER, ctypes.POINTER(CLinear), _I32, _POINTER, _I64, _POINTER, _POINTER, _I32],

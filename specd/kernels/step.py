@@ -56,6 +56,7 @@ def accept(
         root_offset=address(root_offset),
         offsets=address(info.qo_indptr),
         num_sequences=shape[0],
+        num_rows=len(tokens),
         max_drafts=shape[1],
         tokens=address(out.tokens),
         num_accepted=address(out.num_accepted),
@@ -63,7 +64,7 @@ def accept(
         last_row=address(out.last_row),
         failed=address(out.failed),
     )
-    library.c.specd_accept(ctypes.byref(record))
+    library.check(library.c.specd_accept(ctypes.byref(record)))
     return out
 
 
@@ -90,5 +91,5 @@ def shift_left(
         shifted=address(shifted),
         last_rows=address(last_rows),
     )
-    library.c.specd_shift(ctypes.byref(record))
+    library.check(library.c.specd_shift(ctypes.byref(record)))
     return shifted, last_rows

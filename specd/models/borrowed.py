@@ -17,12 +17,12 @@ from typing import Any
 
 import orjson
 import torch
-from safetensors.torch import save_file
 
 from specd.errors import ModelError
 from specd.models.config import LlamaConfig
 from specd.models.llama import Llama
 from specd.models.native import NativeLlama, TensorSource
+from specd.models.saving import save_tensors
 from specd.models.weights import SafetensorsFolder, check_weights
 
 FORMAT = 1  # of config.json: "specd_draft"
@@ -50,7 +50,7 @@ def write_borrowing(
     """Weights become bf16. target: name, hidden_size, intermediate_size, vocab_size, num_layers."""
     path.mkdir(parents=True, exist_ok=True)
     tensors = {name: weights[name].detach().to(torch.bfloat16).contiguous() for name in own_shapes(config)}
-    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    save_tensors(path / "model.safetensors", tensors, {"format": "pt"})
     content = {"specd_draft": FORMAT, "borrows": BORROWS, "num_layers": config.num_layers, "target": dict(target)}
     (path / "config.json").write_bytes(orjson.dumps(content, option=orjson.OPT_INDENT_2) + b"\n")
 

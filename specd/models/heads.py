@@ -25,7 +25,7 @@ import orjson
 import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from specd.attention.base import AttentionBackend
 from specd.errors import ModelError
@@ -33,6 +33,7 @@ from specd.kv import PagedKV
 from specd.models.base import ModelShape
 from specd.models.config import RopeConfig
 from specd.models.layers import Linear, inverse_frequencies, rms_norm, rope_angles, rotate, swiglu
+from specd.models.saving import save_tensors
 from specd.tensors import BatchInfo
 
 FORMAT = 1  # of config.json: "specd_head"
@@ -178,7 +179,7 @@ def write_head(
     tensors = {name: weights[name].detach().to(torch.bfloat16).contiguous() for name in head_shapes(config)}
     if token_ids is not None:
         tensors["d2t"] = token_ids - torch.arange(len(token_ids))
-    save_file(tensors, path / "model.safetensors")
+    save_tensors(path / "model.safetensors", tensors)
     content = {"specd_head": FORMAT, **config.to_json(), "target": dict(target)}
     (path / "config.json").write_bytes(orjson.dumps(content, option=orjson.OPT_INDENT_2) + b"\n")
 

@@ -44,7 +44,7 @@ class DraftRule:
         """
         if self.acceptance == "literal":
             return True
-        return not self.argmax and any(row is not None and row.params.temperature > 0 for row in plan.sampling)
+        return not self.argmax and any(row is not None and not row.params.greedy for row in plan.sampling)
 
 
 def grow_chain(

@@ -31,6 +31,10 @@ class DraftLength(Protocol):
         """Drafts for each request; num_plain rows of the step have none."""
         ...
 
+    def prefers(self, sequence: Sequence, source: DraftSource, other: DraftSource) -> bool:
+        """Whether the drafts of `source` are at least as likely to be kept in this sequence as those of `other`."""
+        ...
+
     def wants_drafter(self, sequence: Sequence, *, drafting: bool) -> bool:
         """Whether the drafter should keep up with this sequence (refill it). Asked once a step of each sequence."""
         ...
@@ -52,6 +56,9 @@ class FixedLength:
 
     def choose(self, requests: Rows[DraftRequest], num_plain: int) -> list[int]:
         return [min(self._length, request.max_drafts) for request in requests]
+
+    def prefers(self, sequence: Sequence, source: DraftSource, other: DraftSource) -> bool:
+        return True
 
     def wants_drafter(self, sequence: Sequence, *, drafting: bool) -> bool:
         return self._length > 0
@@ -214,6 +221,9 @@ class AdaptiveLength:
         for _, depth, i in candidates[:best]:
             lengths[i] = depth
         return lengths
+
+    def prefers(self, sequence: Sequence, source: DraftSource, other: DraftSource) -> bool:
+        return self._rate(sequence, source).rate >= self._rate(sequence, other).rate
 
     def wants_drafter(self, sequence: Sequence, *, drafting: bool) -> bool:
         """Not while nobody's drafts pay; then all catch up in the step before a retry."""

@@ -49,6 +49,7 @@ class Launched:
     report: Handle[AcceptanceReport]
     num_draft_steps: int
     refill: Handle[DraftState] | None = None
+    refill_counted: bool = False  # its time is in the statistics
 
     @property
     def plan(self) -> StepPlan:
@@ -146,7 +147,7 @@ class Pipeline:
         self, launched: Launched, previous: Launched | None, caught_up: asyncio.Task[None]
     ) -> tuple[list[SequenceDelta], ScheduledStep | None]:
         reports, whole = await self._reports(launched)
-        if not self._device.overlaps:
+        if not (self._device.overlaps or launched.scheduled.num_prefill_tokens):  # nobody's first token waits
             await caught_up
             if launched.refill is not None:
                 await launched.refill.settled()
@@ -256,6 +257,7 @@ class Pipeline:
         now = time.perf_counter()
         scheduled = launched.scheduled
         good = [report for report in reports if isinstance(report, RowReport)]
+        refill_s, num_refill_rows = _refilled(previous, launched)
         stats = StepStats(
             step=scheduled.plan.step,
             num_rows=scheduled.plan.num_rows,
@@ -265,12 +267,10 @@ class Pipeline:
             num_draft_steps=launched.num_draft_steps,
             num_accepted=sum(report.num_accepted for report in good),
             num_emitted=sum(len(report.tokens) for report in good),
-            num_refill_rows=0
-            if previous is None or previous.refill is None
-            else int((previous.plan.refills > 0).sum()),
+            num_refill_rows=num_refill_rows,
             verify_s=launched.batch.duration_s + launched.output.duration_s + launched.accepted.duration_s,
             draft_s=launched.drafts.duration_s,
-            refill_s=0.0 if previous is None or previous.refill is None else previous.refill.duration_s,
+            refill_s=refill_s,
             duration_s=now - max(self._last_report_s, 0.0),
         )
         self._last_report_s = now
@@ -288,6 +288,19 @@ def _row_reports(scheduled: ScheduledStep, rows: list[int], report: AcceptanceRe
         drafted = int((report.drafts[i] >= 0).sum())  # fewer than planned when the drafter failed
         out.append(row_report(report, i, num_drafts=drafted, num_logprobs=sequence.sampling.logprobs))
     return out
+
+
+def _refilled(*steps: Launched | None) -> tuple[float, int]:
+    """Seconds of the refills that are over and not counted yet, and how many rows one had; 0 rows when that is no
+    measure of a decode step: there are several refills, or a prompt's."""
+    seconds, rows = 0.0, []
+    for step in steps:
+        if step is None or step.refill is None or step.refill_counted or not step.refill.done():
+            continue
+        step.refill_counted = True
+        seconds += step.refill.duration_s
+        rows.append(0 if step.scheduled.num_prefill_tokens else int((step.plan.refills > 0).sum()))
+    return seconds, rows[0] if len(rows) == 1 else 0
 
 
 def _refill_error(launched: Launched | None) -> BaseException | None:

@@ -21,6 +21,7 @@ class Row:
     source: DraftSource = DraftSource.NONE
     num_drafts: int = 0
     host_drafts: list[int] = dataclasses.field(default_factory=list)
+    passed_over: list[int] = dataclasses.field(default_factory=list)  # a proposal that the drafter was preferred to
     refill: Refill = Refill.NONE
     num_refill: int = 0  # known tokens the drafter gets, from sequence.drafter_len on
 

@@ -185,10 +185,15 @@ class Scheduler:
         for row in rows:
             most = self._most_drafts(row.sequence)
             guess = self._propose(row.sequence, most)
+            draftable = self._draftable(row.sequence, most)
             if guess and row.sequence.proposer:
-                source, most = row.sequence.proposer.source, min(most, len(guess))
+                source = row.sequence.proposer.source
+                if draftable and not self.length.prefers(row.sequence, source, DraftSource.DRAFTER):
+                    row.passed_over, guess = guess, []
+            if guess:
+                most = min(most, len(guess))
             else:
-                source, most = DraftSource.DRAFTER, self._draftable(row.sequence, most)
+                source, most = DraftSource.DRAFTER, draftable
             if most:
                 requests.append(DraftRequest(row.sequence, source, most))
                 owners.append(row)
@@ -362,6 +367,9 @@ class Scheduler:
     # ---------------------------------------------------------------- what was learnt
 
     def _observe(self, row: Row, report: RowReport) -> None:
+        if row.passed_over and report.tokens and row.sequence.proposer:
+            right = int(row.passed_over[0] == report.tokens[0])
+            self.length.observe_row(row.sequence, row.sequence.proposer.source, drafted=1, accepted=right)
         if report.num_drafts:
             self.length.observe_row(row.sequence, row.source, drafted=report.num_drafts, accepted=report.num_accepted)
         elif row.host_drafts and report.tokens:

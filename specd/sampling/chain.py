@@ -223,8 +223,8 @@ def accept_threshold(
     """Lossy (methods 1.6): keep the longest prefix whose score reaches the threshold, then draw from p."""
     p_x = _target_of_drafts(target.probabilities(), drafts, batch)
     score = p_x.cumprod(-1) if settings.threshold_score == "prod" else p_x.cummin(-1).values if p_x.shape[1] else p_x
-    # A draft that is not there has p(x) = 0, which a threshold of 0 would keep.
-    return _keep_then_draw((score >= settings.threshold) & (drafts.tokens >= 0), target, drafts, batch)
+    # A threshold of 0 keeps what the target might say, not a draft that is forbidden, or not there: those have p(x) = 0.
+    return _keep_then_draw((score >= settings.threshold) & (p_x > 0), target, drafts, batch)
 
 
 def accept_typical(

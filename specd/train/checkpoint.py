@@ -14,9 +14,10 @@ from typing import Any
 import orjson
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from specd.errors import ConfigError
+from specd.models.saving import save_tensors
 from specd.train.parallel import ParallelModel
 
 
@@ -34,7 +35,7 @@ def checkpoint_tensors(model: ParallelModel, optimizer: torch.optim.AdamW) -> di
 
 def save_checkpoint(path: Path, tensors: Mapping[str, torch.Tensor], state: Mapping[str, Any]) -> None:
     partial = path.with_suffix(".partial")
-    save_file(dict(tensors), partial, metadata={"state": orjson.dumps(state).decode()})
+    save_tensors(partial, tensors, {"state": orjson.dumps(state).decode()})
     with partial.open("rb") as file:
         os.fsync(file.fileno())
     partial.replace(path)

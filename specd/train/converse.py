@@ -20,11 +20,11 @@ import numpy as np
 import orjson
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
 from specd.config import Config, KVConfig, ModelConfig, SchedulerConfig, SpeculationConfig
 from specd.engine import Engine
 from specd.errors import ConfigError, EngineError, ModelError
+from specd.models.saving import save_tensors
 from specd.request import FinishReason, Request, SamplingParams
 from specd.text import Tokenizer
 from specd.train.corpus import ANSWER, GIVEN, USER
@@ -204,7 +204,7 @@ def _write_corpus(settings: ConverseSettings, identity: dict[str, Any], chats: l
     }
     partial = settings.output.with_suffix(".partial")
     # One entry: the order of several in the file would be by chance.
-    save_file(tensors, partial, metadata={_SETTINGS: orjson.dumps(identity).decode()})
+    save_tensors(partial, tensors, {_SETTINGS: orjson.dumps(identity).decode()})
     partial.replace(settings.output)
     _say(f"{len(chats)} chats, {len(ids)} tokens written to {settings.output}")
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -64,18 +65,21 @@ def join(texts: list[Text], length: int, eos_ids: tuple[int, ...]) -> list[Text]
     """About a fifth of the tokens in sequences of up to `length`: consecutive chats, one header for all of them.
 
     Held-out chats stay as they are and apart, and so do chats that were cut off before their end. The header that all
-    chats share is kept in the first; what the template puts between turns is put between chats.
+    chats share is kept in the first; what the template puts between turns is put between chats. Says how many tokens
+    were joined; raises ConfigError when none could be.
     """
-    header, between = _template(texts, eos_ids)
+    ended = [not text.held_out and int(text.ids[-1]) in eos_ids for text in texts]
+    header, between = _template([text for text, mark in zip(texts, ended, strict=True) if mark], eos_ids)
     joined: list[Text] = []
     group: list[Text] = []
+    num_joined = 0
     credit = 0  # tokens that passed alone since the last joined sequence
-    for text in texts:
-        ended = not text.held_out and int(text.ids[-1]) in eos_ids
-        if ended and credit >= (_JOINED_SHARE - 1) * length:
+    for text, mark in zip(texts, ended, strict=True):
+        if mark and credit >= (_JOINED_SHARE - 1) * length:
             size = sum(len(t.ids) for t in group) + len(text.ids) + len(between)
             if group and size > length:
                 joined.append(_concatenate(group))
+                num_joined += len(joined[-1].ids) if len(group) > 1 else 0
                 group, credit = [], credit - (_JOINED_SHARE - 1) * length + len(text.ids)
                 joined.append(text)
             else:
@@ -83,17 +87,31 @@ def join(texts: list[Text], length: int, eos_ids: tuple[int, ...]) -> list[Text]
         else:
             credit += 0 if text.held_out else len(text.ids)
             joined.append(text)
-    return [*joined, _concatenate(group)] if group else joined
+    if group:
+        joined.append(_concatenate(group))
+        num_joined += len(joined[-1].ids) if len(group) > 1 else 0
+    total = sum(len(text.ids) for text in joined)
+    if not num_joined:
+        raise ConfigError(
+            f"--join {length}: no two chats could be joined: {sum(ended)} of {len(texts)} sequences are chats to train "
+            f"on that end with an end token, after every {(_JOINED_SHARE - 1) * length} tokens two of them that have "
+            f"at most {length} tokens together would be"
+        )
+    print(f"{num_joined} of {total} tokens are in joined chats", file=sys.stderr, flush=True)
+    return joined
 
 
-def _template(texts: list[Text], eos_ids: tuple[int, ...]) -> tuple[int, npt.NDArray[np.int32]]:
+def _template(chats: list[Text], eos_ids: tuple[int, ...]) -> tuple[int, npt.NDArray[np.int32]]:
     """Tokens of the header that every chat repeats, and what stands between one turn's end and the next one's start."""
-    first = texts[0].ids
-    shared = min((int(np.argmin(_equal(first, text.ids))) for text in texts), default=0)
-    starts = np.flatnonzero(first[:shared] == first[0])
-    header = int(starts[-1]) if len(starts) else 0
-    ends = np.flatnonzero(np.isin(first[:header], eos_ids))
-    return header, first[int(ends[-1]) + 1 : header] if len(ends) else first[:0]
+    if not chats:
+        return 0, np.zeros(0, np.int32)
+    first = chats[0].ids
+    shared = min(int(np.argmin(_equal(first, chat.ids))) for chat in chats)
+    starts = np.flatnonzero(first == first[0])  # of its turns; one more than there are for a template's own begin token
+    header = int(starts[starts < max(shared, 1)][-1])
+    end = int(np.argmax(np.isin(first, eos_ids)))  # of its first turn
+    following = starts[starts > end]
+    return header, first[end + 1 : int(following[0])] if len(following) else first[:0]
 
 
 def _equal(a: npt.NDArray[np.int32], b: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:

@@ -25,36 +25,21 @@ from specd.models.layers import inverse_frequencies, rms_norm, rope_angles, rota
 from specd.train.batches import Batch, follows
 from specd.train.loss import divergence
 from specd.train.parallel import joined
+from specd.train.plan import Plan
 from specd.train.run import Vocabulary
 from specd.train.shards import Collected, read_shards
 from specd.train.target import FrozenTarget, read_frozen, read_layers
-from specd.train.trainer import Plan, Trainer, check_data, identity, matmul_precision
+from specd.train.trainer import Trainer, check_data, matmul_precision
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DraftSettings:
-    """What is trained and how. The first three say where; everything else makes the run what it is."""
+    """What is trained and how."""
 
     model: Path
     shards: Path
-    output: Path
+    plan: Plan
     layers: int
-    epochs: int = 6
-    train_tokens: int = 0  # of the corpus, evenly chosen; 0: all
-    batch_tokens: int = 2048
-    accumulate: int = 1
-    lr: float = 5e-4
-    warmup: int = 50
-    weight_decay: float = 0.01
-    clip: float = 1.0
-    seed: int = 0
-    precision: str = "fp32"
-    eval_every: int = 100
-    eval_tokens: int = 16384
-    eval_steps: int = 3
-    stop_after: int = 0
-    shard: str = "ddp"
-    rank_timeout: float = 600.0
 
 
 def train(settings: DraftSettings) -> dict[str, Any]:
@@ -62,14 +47,15 @@ def train(settings: DraftSettings) -> dict[str, Any]:
 
     Raises ConfigError, ModelError, and RankError when one of several ranks fails.
     """
-    with joined(settings.rank_timeout) as ranks, matmul_precision(settings.precision):
+    plan = settings.plan
+    with joined(plan.rank_timeout) as ranks, matmul_precision(plan.precision):
         data = read_shards(settings.shards)
         target = read_frozen(settings.model)
         check_data(data, shards=settings.shards, model=settings.model)
         if settings.layers >= target.config.num_layers:
             raise ConfigError(f"--layers {settings.layers}: {target.name} has {target.config.num_layers}; give fewer")
         task = DraftTask(settings, data, target)
-        trainer = Trainer(Plan.of(settings), data, task, ranks, identity=identity(settings))
+        trainer = Trainer(settings, data, task, ranks)
         trainer.resume()
         return trainer.train()
 

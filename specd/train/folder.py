@@ -19,11 +19,15 @@ import orjson
 class RunFolder:
     """See the module. Every method is without effect where writes is False."""
 
-    def __init__(self, path: Path, *, writes: bool) -> None:
-        self._path, self._writes = path, writes
+    def __init__(self, path: Path, *, best: str, writes: bool) -> None:
+        """best: name of the folder of the best model so far; put back where a crash left it under another."""
+        self._path, self._best, self._writes = path, path / best, writes
+        self._old = path / f"{best}.old"
         self.checkpoint = path / "checkpoint.safetensors"
         if writes:
             path.mkdir(parents=True, exist_ok=True)
+            if self._old.exists() and not self._best.exists():
+                self._old.rename(self._best)
 
     def begin(self, step: int | None) -> None:
         """Drops the log's lines of steps after that one, all of them for None: they will be made again."""
@@ -44,19 +48,18 @@ class RunFolder:
         if self._writes:
             print(text, file=sys.stderr, flush=True)
 
-    def replace(self, name: str, write: Callable[[Path], None], provenance: Mapping[str, Any]) -> None:
-        """Replaces the folder of that name by what write puts into a fresh one, and provenance.json."""
+    def replace(self, write: Callable[[Path], None], provenance: Mapping[str, Any]) -> None:
+        """Replaces the best model by what write puts into a fresh folder, and provenance.json."""
         if not self._writes:
             return
-        partial = self._path / f"{name}.partial"
+        partial = self._path / f"{self._best.name}.partial"
         shutil.rmtree(partial, ignore_errors=True)
         write(partial)
         versions = {package: version(package) for package in ("specd", "torch")}
         data = {"command": sys.argv, "versions": versions, **provenance}
         (partial / "provenance.json").write_bytes(orjson.dumps(data, option=orjson.OPT_INDENT_2) + b"\n")
-        final, old = self._path / name, self._path / f"{name}.old"
-        shutil.rmtree(old, ignore_errors=True)
-        if final.exists():
-            final.rename(old)
-        partial.rename(final)
-        shutil.rmtree(old, ignore_errors=True)
+        shutil.rmtree(self._old, ignore_errors=True)
+        if self._best.exists():
+            self._best.rename(self._old)
+        partial.rename(self._best)
+        shutil.rmtree(self._old, ignore_errors=True)

@@ -2,7 +2,7 @@
 
 A .txt file is one text. Each line of a .jsonl file is a text, `{"text": "..."}`, or a chat, `{"messages": [...]}` with
 the messages of the API; other keys are not looked at. All of a text is learned from, of a chat the assistant's turns up
-to the token that ends them.
+to the token that ends them; what comes after the last of these is left out.
 """
 
 from __future__ import annotations
@@ -103,7 +103,8 @@ class GivenReader:
         role = role[: self._longest]
         if not (role == OTHERS).any():
             raise _BadLineError(f"no token of an assistant's turn among the first {self._longest}")
-        return np.asarray(ids[: self._longest], np.int32), role
+        size = int(np.flatnonzero(role == OTHERS)[-1]) + 1
+        return np.asarray(ids[:size], np.int32), role[:size]
 
 
 def _decoded(data: bytes) -> str:

@@ -34,6 +34,8 @@ class Journal:
         chats: dict[int, Chat] = {}
         try:
             found = orjson.loads(lines[0]) if lines else dict(identity)
+            if not isinstance(found, dict):
+                raise TypeError(f"the first line is {type(found).__name__}, not an object")
             for line in lines[1:]:
                 record = orjson.loads(line)
                 chats[record["chat"]] = Chat(record["ids"], record["role"], record["temperature"])
@@ -47,7 +49,9 @@ class Journal:
                 )
         whole = b"".join(line + b"\n" for line in lines or [orjson.dumps(dict(identity))])
         if not path.exists() or path.read_bytes() != whole:
-            path.write_bytes(whole)
+            partial = path.with_suffix(".partial")
+            partial.write_bytes(whole)
+            partial.replace(path)
         return cls(path, path.open("ab", buffering=0), chats)
 
     def add(self, number: int, chat: Chat) -> None:

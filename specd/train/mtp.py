@@ -17,46 +17,31 @@ from specd.models.heads import HeadConfig, write_head
 from specd.train.batches import Batch, draft_vocabulary, follows, make_batch, sequences
 from specd.train.head import HeadInputs, TrainableHead, balance, initial_weights
 from specd.train.parallel import joined
+from specd.train.plan import Plan
 from specd.train.run import LossSettings, Vocabulary, batch_loss, run_passes
 from specd.train.shards import Collected, read_shards
 from specd.train.target import FrozenTarget, read_frozen
-from specd.train.trainer import Plan, Trainer, check_data, identity, matmul_precision
+from specd.train.trainer import Trainer, check_data, matmul_precision
 
 OPTIONAL_PARTS = ("embedding_norm", "hidden_norm", "input_norm", "output_norm")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MtpSettings:
-    """What is trained and how. The first three say where; everything else makes the run what it is."""
+    """What is trained and how."""
 
     model: Path
     shards: Path
-    output: Path
+    plan: Plan
     draft_vocab: int = 0  # tokens; 0: all of the target's
     steps: int = 1  # unrolled passes
     step_decay: float = 0.8
     loss: str = "kl"
     feature_weight: float = 0.0
     noise: float = 0.0  # on the features: standard deviation in units of their root mean square
-    epochs: int = 6
-    train_tokens: int = 0  # of the corpus, evenly chosen; 0: all
-    batch_tokens: int = 2048  # padded tokens of a forward
-    accumulate: int = 1  # forwards of an optimizer step, shared by the ranks
-    lr: float = 5e-4
-    warmup: int = 50  # optimizer steps
-    weight_decay: float = 0.01
-    clip: float = 1.0
-    seed: int = 0
     concat: str = "embedding_first"
     feedback: str = "post_norm"
     without: tuple[str, ...] = ()  # of OPTIONAL_PARTS
-    precision: str = "fp32"  # of matrix products; "bf16": their factors rounded, sums and all else in f32
-    eval_every: int = 100  # optimizer steps
-    eval_tokens: int = 16384  # held-out tokens that are looked at
-    eval_steps: int = 3  # passes that are looked at
-    stop_after: int = 0  # optimizer steps, then a checkpoint; 0: train to the end
-    shard: str = "ddp"  # "ddp": every rank holds the whole head; "fsdp": a slice of it
-    rank_timeout: float = 600.0  # s that a rank waits for the others
 
 
 def train(settings: MtpSettings) -> dict[str, Any]:
@@ -64,14 +49,15 @@ def train(settings: MtpSettings) -> dict[str, Any]:
 
     Raises ConfigError, ModelError, and RankError when one of several ranks fails.
     """
-    with joined(settings.rank_timeout) as ranks, matmul_precision(settings.precision):
+    plan = settings.plan
+    with joined(plan.rank_timeout) as ranks, matmul_precision(plan.precision):
         data = read_shards(settings.shards)
         target = read_frozen(settings.model)
         check_data(data, shards=settings.shards, model=settings.model)
         if settings.draft_vocab > target.vocab_size:
             raise ConfigError(f"--draft-vocab {settings.draft_vocab}: {target.name} has {target.vocab_size} tokens")
         task = HeadTask(settings, data, target)
-        trainer = Trainer(Plan.of(settings), data, task, ranks, identity=identity(settings))
+        trainer = Trainer(settings, data, task, ranks)
         trainer.resume()
         return trainer.train()
 
@@ -95,7 +81,7 @@ def head_config(settings: MtpSettings, target: FrozenTarget, features: str) -> H
         "attention_bias": model.qkv_bias,
         "draft_vocab_size": settings.draft_vocab or None,
     }
-    return HeadConfig.from_json(data | dict.fromkeys(settings.without, False), settings.output)
+    return HeadConfig.from_json(data | dict.fromkeys(settings.without, False), settings.plan.output)
 
 
 class HeadTask:
@@ -114,7 +100,7 @@ class HeadTask:
         config = head_config(settings, target, data.origin.features)
         first = make_batch(data, sequences(data, held_out=False)[:1], passes=1, learned=self.learned)
         sample = HeadInputs(first.tokens[:, 1:], first.features, target.embedding)
-        weights = balance(config, initial_weights(config, target, settings.seed), sample)
+        weights = balance(config, initial_weights(config, target, settings.plan.seed), sample)
         self.model = TrainableHead(config, weights, target.embedding)
         self.summary = f"draft vocabulary of {len(self.vocabulary.rows)} tokens covers {coverage:.4f}"
 

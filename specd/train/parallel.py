@@ -21,17 +21,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from specd.errors import ConfigError, SpecdError
+from specd.errors import ConfigError, RankError
 
 Loss = Callable[[Any], torch.Tensor]  # one forward's, of the model
 _Item = TypeVar("_Item")
 _NEEDED = ("RANK", "MASTER_ADDR", "MASTER_PORT")
-
-
-class RankError(SpecdError):
-    """This rank failed, or lost the others. It names the rank."""
-
-    code = "rank_error"
 
 
 class Ranks:
@@ -49,12 +43,29 @@ class Ranks:
         """This rank's: every size-th."""
         return items[self.rank :: self.size]
 
+    @contextlib.contextmanager
+    def meeting(self) -> Iterator[None]:
+        """Around collectives: RankError in place of what they raise, a plain RuntimeError when a connection breaks."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise RankError(f"rank {self.rank} of {self.size} failed, or lost another rank: {error}") from error
+
     def sum(self, tensors: Sequence[torch.Tensor]) -> None:
         """Over all ranks, in place, with the same bits on each."""
         if self.size > 1:
-            for work in [dist.all_reduce(tensor, async_op=True) for tensor in tensors]:
-                assert work is not None
-                work.wait()
+            with self.meeting():
+                for work in [dist.all_reduce(tensor, async_op=True) for tensor in tensors]:
+                    assert work is not None
+                    work.wait()
+
+    def highest(self, number: int) -> int:
+        """Of all ranks'."""
+        tensor = torch.tensor(number)
+        if self.size > 1:
+            with self.meeting():
+                dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+        return int(tensor)
 
     def total(self, number: float) -> float:
         """Over all ranks; exact for whole numbers."""
@@ -65,15 +76,17 @@ class Ranks:
     def broadcast(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Rank 0's values to all, in place."""
         if self.size > 1:
-            for tensor in tensors.values():
-                dist.broadcast(tensor, src=0)
+            with self.meeting():
+                for tensor in tensors.values():
+                    dist.broadcast(tensor, src=0)
 
     def check_same(self, values: Mapping[str, Any]) -> None:
         """Raises ConfigError on every rank when one started with something else, naming the first difference."""
         if self.size == 1:
             return
         others: list[Any] = [None] * self.size
-        dist.all_gather_object(others, dict(values))
+        with self.meeting():
+            dist.all_gather_object(others, dict(values))
         for rank, other in enumerate(others):
             for name, value in others[0].items():
                 if other[name] != value:
@@ -114,20 +127,19 @@ def _number(name: str, default: str) -> int:
 def joined(timeout_s: float) -> Iterator[Ranks]:
     """The ranks of torchrun's environment. A collective that takes longer than timeout_s ends this process.
 
-    Raises ConfigError for an environment that cannot be used, RankError in place of any RuntimeError.
+    Raises ConfigError for an environment that cannot be used, RankError when the ranks do not meet or lose each other.
     """
     rank, size = world()
+    ranks = Ranks(rank, size)
     if size == 1:
-        yield Ranks(0, 1)
+        yield ranks
         return
-    try:
+    with ranks.meeting():
         dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=timeout_s))
-        try:
-            yield Ranks(rank, size)
-        finally:
-            dist.destroy_process_group()  # the others see that this rank is gone and do not wait for the time limit
-    except RuntimeError as error:  # torch.distributed raises nothing narrower when a connection breaks
-        raise RankError(f"rank {rank} of {size} failed, or lost another rank: {error}") from error
+    try:
+        yield ranks
+    finally:
+        dist.destroy_process_group()  # the others see that this rank is gone and do not wait for the time limit
 
 
 class Trainable(Protocol):
@@ -232,7 +244,8 @@ class ShardedModel:
     def __init__(self, model: Trainable, ranks: Ranks) -> None:
         self.model, self._ranks = model, ranks
         module = _Module(model)
-        self._mesh = init_device_mesh("cpu", (ranks.size,))
+        with ranks.meeting():
+            self._mesh = init_device_mesh("cpu", (ranks.size,))
         sharded = fully_shard(module, mesh=self._mesh, reshard_after_forward=False)
         assert isinstance(sharded, FSDPModule)
         self._module: FSDPModule = sharded
@@ -245,23 +258,26 @@ class ShardedModel:
         """A rank with fewer losses than another takes part in its last forwards with a loss of zero."""
         for parameter in self.parameters.values():
             parameter.grad = None
-        most = torch.tensor(len(losses))
-        dist.all_reduce(most, op=dist.ReduceOp.MAX)
-        count, total = int(most), 0.0
+        count, total = self._ranks.highest(len(losses)), 0.0
         for index in range(count):
             self._module.set_requires_gradient_sync(index == count - 1)
+            with self._ranks.meeting():
+                self._module.unshard()  # else inside the forward, whose own errors are none of the ranks'
             value = self._module(losses[index] if index < len(losses) else _nothing)  # type: ignore[operator]
-            value.backward()
+            with self._ranks.meeting():  # the last one's gradients are summed inside
+                value.backward()
             total += float(value.detach())
         return total
 
     def clip(self, limit: float) -> float:
-        norm = torch.nn.utils.clip_grad_norm_(self.parameters.values(), limit)
-        return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        with self._ranks.meeting():
+            norm = torch.nn.utils.clip_grad_norm_(self.parameters.values(), limit)
+            return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
     @contextlib.contextmanager
     def whole(self) -> Iterator[None]:
-        self._module.unshard()
+        with self._ranks.meeting():
+            self._module.unshard()
         try:
             yield
         finally:
@@ -269,12 +285,14 @@ class ShardedModel:
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
         tensor = tensor.detach()
-        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        with self._ranks.meeting():
+            return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
     def place(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         parameter = self.parameters[name]
         assert isinstance(parameter, DTensor)
-        return distribute_tensor(tensor, self._mesh, parameter.placements)
+        with self._ranks.meeting():
+            return distribute_tensor(tensor, self._mesh, parameter.placements)
 
 
 def _nothing(model: Trainable) -> torch.Tensor:

@@ -18,9 +18,10 @@ from pathlib import Path
 import orjson
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from specd.errors import ConfigError
+from specd.models.saving import save_tensors
 
 _FORMAT = "1"
 _PATTERN = "shard-*.safetensors"
@@ -48,7 +49,7 @@ def shard_path(folder: Path, index: int) -> Path:
 def write_shard(path: Path, tensors: Mapping[str, torch.Tensor], origin: Origin) -> None:
     """All or nothing: a crash leaves no file under this name."""
     partial = path.with_suffix(".partial")
-    save_file(dict(tensors), partial, metadata=origin.metadata())
+    save_tensors(partial, tensors, origin.metadata())
     with partial.open("rb") as file:
         os.fsync(file.fileno())
     partial.replace(path)

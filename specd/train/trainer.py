@@ -25,15 +25,12 @@ from specd.train.batches import Batch, epoch_batches, evenly, follows, make_batc
 from specd.train.checkpoint import checkpoint_tensors, load_checkpoint, read_state, save_checkpoint
 from specd.train.folder import RunFolder
 from specd.train.parallel import Ranks, check_share, parallel_model
+from specd.train.plan import Settings, defaults, identity
 from specd.train.plot import draw
 from specd.train.run import Figures, Vocabulary, add_figures
 from specd.train.shards import Collected
 from specd.train.target import weights_fingerprint
 
-# Settings that a run may go on with changed.
-_FREE = (
-    "model", "shards", "output", "eval_every", "eval_tokens", "eval_steps", "stop_after", "shard", "rank_timeout",
-)  # fmt: skip
 _DRAW_EVERY_S = 60.0
 
 
@@ -62,38 +59,6 @@ class Task(Protocol):
     def provenance(self) -> Mapping[str, Any]:
         """What is written down beside settings, data and figures."""
         ...
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Plan:
-    """The settings that every run has, by the names they have in each task's own."""
-
-    output: Path
-    epochs: int
-    train_tokens: int  # of the corpus, evenly chosen; 0: all
-    batch_tokens: int  # padded tokens of a forward
-    accumulate: int  # forwards of an optimizer step, shared by the ranks
-    lr: float
-    warmup: int  # optimizer steps
-    weight_decay: float
-    clip: float
-    seed: int
-    eval_every: int  # optimizer steps
-    eval_tokens: int  # held-out tokens that are looked at
-    eval_steps: int  # positions of a draft that are looked at
-    stop_after: int  # optimizer steps, then a checkpoint; 0: train to the end
-    shard: str  # "ddp" or "fsdp"
-
-    @classmethod
-    def of(cls, settings: Any) -> Plan:
-        return cls(**{field.name: getattr(settings, field.name) for field in dataclasses.fields(cls)})
-
-
-def identity(settings: Any) -> dict[str, Any]:
-    """What a checkpoint must agree with: all settings but places and looks, as JSON."""
-    fields = dataclasses.asdict(settings)
-    kept = {name: value for name, value in fields.items() if name not in _FREE}
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in kept.items()}
 
 
 def check_data(data: Collected, *, shards: Path, model: Path) -> None:
@@ -128,12 +93,12 @@ def render(record: Mapping[str, Any]) -> str:
 class Trainer:
     """One training run: everything that a step reads and changes."""
 
-    def __init__(self, plan: Plan, data: Collected, task: Task, ranks: Ranks, *, identity: Mapping[str, Any]) -> None:
-        """identity: what a checkpoint must agree with, as JSON."""
+    def __init__(self, settings: Settings, data: Collected, task: Task, ranks: Ranks) -> None:
+        plan = settings.plan
         check_share(ranks, accumulate=plan.accumulate, shard=plan.shard)
         self.plan, self.data, self.task, self.ranks = plan, data, task, ranks
-        self.identity = dict(identity) | {"data": data.fingerprint}
-        self.folder = RunFolder(plan.output, writes=ranks.first)
+        self.identity, self.defaults = identity(settings) | {"data": data.fingerprint}, defaults(settings)
+        self.folder = RunFolder(plan.output, best=task.name, writes=ranks.first)
         self.train_set = sequences(data, held_out=False)
         if plan.train_tokens:
             self.train_set = evenly(self.train_set, data.lens, plan.train_tokens)
@@ -157,10 +122,11 @@ class Trainer:
             self.folder.begin(None)
             return
         state = read_state(path)
+        found = self.defaults | state["identity"]
         for name, value in self.identity.items():
-            if state["identity"].get(name) != value:
+            if found.get(name) != value:
                 raise ConfigError(
-                    f"{path}: was made with {name} {state['identity'].get(name)!r}, not {value!r}; "
+                    f"{path}: was made with {name} {found.get(name)!r}, not {value!r}; "
                     "give the same settings, or another --output"
                 )
         self.ranks.check_same(self.identity | {"step": state["step"]})
@@ -272,7 +238,7 @@ class Trainer:
             **self.task.provenance(),
             "figures": self.best_figures,
         }
-        self.folder.replace(self.task.name, lambda path: self.task.write(path, weights), provenance)
+        self.folder.replace(lambda path: self.task.write(path, weights), provenance)
 
 
 def learning_rate(step: int, warmup: int, total: int) -> float:

@@ -349,17 +349,22 @@ static void check_step(void) {
     const int32_t offsets[] = {0, 2, 5, 6};
     int64_t tokens[9], num_accepted[3], next_token[3], last_row[3], shifted[6], last_rows[3];
     uint8_t failed[3];
-    const specd_acceptance step = {values, best, drafts, row_index, num_drafts, emits, root_offset, offsets, 3, 2,
+    const specd_acceptance step = {values, best, drafts, row_index, num_drafts, emits, root_offset, offsets, 3, 4, 2,
                                    tokens, num_accepted, next_token, last_row, failed};
-    specd_accept(&step);
+    if (specd_accept(&step) != SPECD_OK) fail("accept status");
     const int64_t emitted[] = {-1, -1, -1, 7, 8, -1, -1, -1, -1}, rows[] = {1, 3, 5};
     if (memcmp(tokens, emitted, sizeof emitted) != 0 || memcmp(last_row, rows, sizeof rows) != 0) fail("accept");
     if (num_accepted[0] != 0 || num_accepted[1] != 1 || failed[0] || failed[1] || !failed[2]) fail("accepted");
     const int64_t computed[] = {1, 2, 3, 7, 6, 4}, next_prompt[] = {30, -1, -1};
     const specd_shifts shift = {computed, offsets, emits, last_row, next_token, next_prompt, 3, 6, shifted, last_rows};
-    specd_shift(&shift);
+    if (specd_shift(&shift) != SPECD_OK) fail("shift status");
     const int64_t moved[] = {2, 30, 7, 8, 4, 0};
     if (memcmp(shifted, moved, sizeof moved) != 0 || memcmp(last_rows, rows, sizeof rows) != 0) fail("shift");
+    specd_acceptance few = step;
+    few.num_rows = 3;
+    specd_shifts other = shift;
+    other.num_tokens = 5;
+    if (specd_accept(&few) == SPECD_OK || specd_shift(&other) == SPECD_OK) fail("indices");
 }
 
 int main(void) {

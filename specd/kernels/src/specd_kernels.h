@@ -158,7 +158,8 @@ typedef struct {
     const uint8_t *emits;       /* [B] */
     const int64_t *root_offset; /* [B] the root among the row's query tokens */
     const int32_t *offsets;     /* [B + 1] query tokens */
-    int64_t num_sequences;
+    int64_t num_sequences;      /* B */
+    int64_t num_rows;           /* R */
     int64_t max_drafts;         /* K */
     int64_t *tokens;            /* [B, K + 1] out, padded with -1 */
     int64_t *num_accepted;      /* [B] out */
@@ -228,8 +229,8 @@ int specd_top(const specd_kernels *kernels, const specd_model *model, const floa
 int specd_top_rows(const specd_kernels *kernels, const specd_logits_rows *given, const specd_tops *tops,
                    specd_workspace *workspace, int32_t threads);
 int specd_draw(const specd_kernels *kernels, const specd_draws *draws, specd_workspace *workspace, int32_t threads);
-void specd_accept(const specd_acceptance *step);
-void specd_shift(const specd_shifts *step);
+int specd_accept(const specd_acceptance *step);
+int specd_shift(const specd_shifts *step);
 /* One projection alone: x [num_rows, cols] -> y [num_rows, sum of rows]. For tests and benchmarks. */
 int specd_linear_rows(const specd_kernels *kernels, const specd_linear *linear, int32_t activations, const float *x,
                       int64_t num_rows, float *y, specd_workspace *workspace, int32_t threads);

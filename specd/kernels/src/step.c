@@ -20,8 +20,19 @@ static int usable(const specd_acceptance *step, const int64_t *places, int64_t k
     return 1;
 }
 
-void specd_accept(const specd_acceptance *step) {
+static int valid_acceptance(const specd_acceptance *step) {
     const int64_t width = step->max_drafts + 1;
+    for (int64_t row = 0; row < step->num_sequences; row++) {
+        if (step->num_drafts[row] < 0 || step->num_drafts[row] > step->max_drafts) return 0;
+        for (int64_t i = 0; i < width; i++)
+            if (step->row_index[row * width + i] < 0 || step->row_index[row * width + i] >= step->num_rows) return 0;
+    }
+    return 1;
+}
+
+int specd_accept(const specd_acceptance *step) {
+    const int64_t width = step->max_drafts + 1;
+    if (!valid_acceptance(step)) return SPECD_BAD_ARGUMENT;
     for (int64_t row = 0; row < step->num_sequences; row++) {
         const int64_t *places = step->row_index + row * width;
         int64_t *tokens = step->tokens + row * width;
@@ -35,15 +46,18 @@ void specd_accept(const specd_acceptance *step) {
         step->last_row[row] = step->offsets[row] + step->root_offset[row] + kept;
         step->failed[row] = (uint8_t)failed;
     }
+    return SPECD_OK;
 }
 
-void specd_shift(const specd_shifts *step) {
+int specd_shift(const specd_shifts *step) {
     for (int64_t row = 0; row < step->num_sequences; row++) {
         const int64_t begin = step->offsets[row], end = step->offsets[row + 1];
         const int64_t last = step->emits[row] ? step->last_row[row] : end - 1;
+        if (begin < 0 || end > step->num_tokens || last < begin || last >= end) return SPECD_BAD_ARGUMENT;
         for (int64_t i = begin; i < end; i++)
             step->shifted[i] = step->tokens[i + 1 < step->num_tokens ? i + 1 : i];
         step->shifted[last] = step->emits[row] ? step->next_token[row] : step->next_prompt[row];
         step->last_rows[row] = last;
     }
+    return SPECD_OK;
 }
