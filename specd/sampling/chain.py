@@ -223,7 +223,7 @@ def accept_threshold(
     """Lossy (methods 1.6): keep the longest prefix whose score reaches the threshold, then draw from p."""
     p_x = _target_of_drafts(target.probabilities(), drafts, batch)
     score = p_x.cumprod(-1) if settings.threshold_score == "prod" else p_x.cummin(-1).values if p_x.shape[1] else p_x
-    # A threshold of 0 keeps what the target might say, not a draft that is forbidden, or not there: those have p(x) = 0.
+    # p(x) = 0: a draft that is forbidden, or not there, which a threshold of 0 must not keep either.
     return _keep_then_draw((score >= settings.threshold) & (p_x > 0), target, drafts, batch)
 
 
