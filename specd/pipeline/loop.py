@@ -4,7 +4,8 @@
     draft   |            [draft 1]                          [refill 1 ...........][draft 2]
     target  |                     [verify 1 .... ][accept 1]                               [verify 2 ...
 
-One host wait a step, the report. An EXACT refill needs it too, a PADDED one is launched before it.
+One host wait a step, the report. An EXACT refill needs it too, a PADDED one is launched before it. Where the streams'
+threads take every core (`Device.overlaps`), the host waits for a decode step's refill as well before it works.
 Invariants: between a step's report and the next launch nothing on a stream reads the scheduler's state (plans are
 frozen); what a refill writes is waited for by the next draft, hence by the next verify.
 """
