@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable
 
 from specd.errors import EngineError
 from specd.log import get_logger
-from specd.request import Request, SamplingParams, SequenceDelta
+from specd.request import Request, SamplingParams, SequenceDelta, SpeculationParams
 from specd.status import EngineInfo
 from specd.text import Tokenizer
 
@@ -19,6 +19,7 @@ _TEXT = "The quick brown fox jumps over the lazy dog. The quick brown fox jumps 
 _TOKENS = 32
 _RARELY = 0.05  # of the drafts kept; fewer cost more than they save with any drafter that computes
 _ENOUGH = 32  # drafts that a verdict needs
+_DEPTH = 2  # drafts a step: of deeper ones hardly any is kept whatever the drafter is worth
 
 
 async def warm_up(submit: Submit, info: EngineInfo, tokenizer: Tokenizer) -> None:
@@ -55,6 +56,7 @@ async def _generate(submit: Submit, info: EngineInfo, tokenizer: Tokenizer, max_
     prompt = (tokenizer.encode(_TEXT) or [0])[: max(1, info.max_len // 2)]
     max_tokens = min(max_tokens, info.max_len - len(prompt))
     params = SamplingParams(max_tokens=max_tokens, seed=0, temperature=0.0, ignore_eos=True)
-    request = Request("specd-warm-up", tuple(prompt), params, arrival_s=time.monotonic())
+    speculation = SpeculationParams(max_draft=min(_DEPTH, info.max_draft))
+    request = Request("specd-warm-up", tuple(prompt), params, speculation, arrival_s=time.monotonic())
     deltas = [delta async for delta in submit(request)]
     return deltas[-1]

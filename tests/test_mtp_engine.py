@@ -324,7 +324,7 @@ def test_auto_is_the_head_that_comes_with_specd(tmp_path: Path, monkeypatch: pyt
     assert settle(auto, dataclasses.replace(loaded, name="snapshot"), "Tiny-Q8").argument == "tiny"
     assert settle(auto, dataclasses.replace(loaded, name="snapshot")) == DraftChoice("ngram")
     assert mtp_drafter(loaded, settle(mtp, loaded).folder).traits.name == "mtp:tiny"
-    with pytest.raises(DraftError, match="'lm': specd has none for tiny, only for no model"):
+    with pytest.raises(DraftError, match="'lm': specd has none for tiny; it has one for no model at all"):
         settle(parse_draft("lm"), loaded)
     write_head(tmp_path / "mtp" / "tiny", file.config, file.weights, token_ids=file.token_ids, target={"num_layers": 3})
     assert settle(auto, loaded) == DraftChoice("ngram")

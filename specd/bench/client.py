@@ -68,6 +68,8 @@ class Client:
                 reply.raise_for_status()
             return str(body["data"][0]["id"])
         except (aiohttp.ClientError, TimeoutError) as error:
+            if isinstance(error, aiohttp.ClientResponseError) and error.status == 503:
+                raise SpecdError(f"{self._url}: the server is not ready (503): it loads, or it drains") from error
             raise SpecdError(f"{self._url}: {_reason(error)}; is the server running?") from error
         except (orjson.JSONDecodeError, LookupError, TypeError) as error:
             raise SpecdError(f"{self._url}/v1/models: not an OpenAI model list") from error

@@ -85,8 +85,8 @@ def settle(choice: DraftChoice, target: LoadedModel, *names: str) -> DraftChoice
         return DraftChoice(kind, found.name, shipped=True, proposes=choice.kind == "auto")
     if choice.kind == "auto":
         return DraftChoice("ngram")
-    there = ", ".join(path.name for path in _shipped(kind)) or "no model"
-    raise DraftError(f"speculation.draft is {kind!r}: specd has none for {target.name}, only for {there}")
+    there = ", ".join(path.name for path in _shipped(kind)) or "no model at all"
+    raise DraftError(f"speculation.draft is {kind!r}: specd has none for {target.name}; it has one for {there}")
 
 
 def _shipped_for(kind: str, names: Iterable[str]) -> Path | None:
