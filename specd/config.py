@@ -185,7 +185,7 @@ class SpeculationConfig:
     ngram_min: int = option(2, "Shortest match that the n-gram proposer follows.", unit="tokens", low=1, high=64)
     ngram_max: int = option(5, "Longest match that the n-gram proposer looks for.", unit="tokens", low=1, high=64)
     ngram_override: int = option(
-        4,
+        2,
         "draft = auto: shortest match that takes the place of a head's drafts (at most ngram_max).",
         unit="tokens",
         low=1,

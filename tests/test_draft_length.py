@@ -77,7 +77,10 @@ class Simulation:
         lengths = {id(s): 0 for s in self.sequences} | {id(s): n for s, n in zip(asked, chosen, strict=True)}
         emitted = self.rows + sum(self._verify(s, lengths[id(s)]) for s in self.sequences)
         forwards = max(0, max(chosen, default=0) - 1) if self.source is DRAFTER else 0
-        wants = [self.policy.wants_drafter(s, drafting=lengths[id(s)] > 0) for s in self.sequences]
+        wants = [
+            self.policy.wants_drafter(s, drafting=lengths[id(s)] > 0, source=DraftSource.DRAFTER)
+            for s in self.sequences
+        ]
         self.carried = {id(s): wanted for s, wanted in zip(self.sequences, wants, strict=True)}
         verify_s = self.verify(self.rows + sum(chosen)) * self.slow(self.step, self.rows + sum(chosen))
         refill_s = self.draft_s * self.refilled
@@ -128,7 +131,7 @@ def test_fixed_is_exact(length: int) -> None:
     policy.observe_step(stats_of(num_rows=11, num_tokens=11, verify_s=100.0))
     policy.forget(requests[0].sequence)
     assert policy.choose(requests, 3) == wanted, "whatever it sees"
-    assert policy.wants_drafter(requests[0].sequence, drafting=False) == (length > 0)
+    assert policy.wants_drafter(requests[0].sequence, drafting=False, source=DraftSource.NONE) == (length > 0)
 
 
 # What a step costs
@@ -349,3 +352,28 @@ def test_the_wish_of_a_request_is_the_limit() -> None:
         policy.observe_step(stats_of(num_rows=1, num_tokens=1, verify_s=flat(1)))
         policy.observe_row(sequence, NGRAM, drafted=8, accepted=8)  # type: ignore[arg-type]
     assert [policy.choose([request(sequence, NGRAM, most)], 0) for most in (0, 1, 3)] == [[0], [1], [3]]
+
+
+def test_a_proposer_is_preferred_while_it_is_as_often_right() -> None:
+    policy, one, other = AdaptiveLength(), Name(), Name()
+    assert policy.prefers(one, NGRAM, DRAFTER)  # nothing is known: proposals cost nothing
+    for _ in range(8):
+        policy.observe_row(one, DRAFTER, drafted=1, accepted=1)
+        policy.observe_row(one, NGRAM, drafted=4, accepted=0)
+    assert not policy.prefers(one, NGRAM, DRAFTER)
+    for _ in range(64):
+        policy.observe_row(one, NGRAM, drafted=1, accepted=1)  # as when it is passed over, and would have been right
+    policy.observe_row(one, DRAFTER, drafted=2, accepted=0)
+    assert policy.prefers(one, NGRAM, DRAFTER)
+    assert FixedLength(3).prefers(other, NGRAM, DRAFTER)
+
+
+def test_the_drafter_rests_beside_a_proposer_that_is_nearly_always_right() -> None:
+    policy, one = AdaptiveLength(), Name()
+    assert policy.wants_drafter(one, drafting=True, source=NGRAM)
+    for _ in range(10):
+        policy.observe_row(one, NGRAM, drafted=8, accepted=8)
+        policy.choose([request(one, NGRAM)], 0)
+    assert not policy.wants_drafter(one, drafting=True, source=NGRAM)
+    # Where its proposals end the drafter catches up: the steps in which it was not asked do not count against it.
+    assert policy.wants_drafter(one, drafting=False, source=DraftSource.NONE)

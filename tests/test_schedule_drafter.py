@@ -8,7 +8,7 @@ import pytest
 
 from specd.pipeline.draft_length import FixedLength
 from specd.sequence import Sequence
-from specd.step import DraftTraits, Refill
+from specd.step import DraftSource, DraftTraits, Refill
 from tests.schedule_checks import row_of, run_until_decoding, steps_of
 from tests.schedule_world import EXACT_HEAD, LM, PADDED_HEAD, PROMPT, Faults, World
 
@@ -18,7 +18,7 @@ class Moody(FixedLength):
 
     willing = True
 
-    def wants_drafter(self, sequence: Sequence, *, drafting: bool) -> bool:
+    def wants_drafter(self, sequence: Sequence, *, drafting: bool, source: DraftSource) -> bool:
         return self.willing
 
 

@@ -35,8 +35,11 @@ class DraftLength(Protocol):
         """Whether the drafts of `source` are at least as likely to be kept in this sequence as those of `other`."""
         ...
 
-    def wants_drafter(self, sequence: Sequence, *, drafting: bool) -> bool:
-        """Whether the drafter should keep up with this sequence (refill it). Asked once a step of each sequence."""
+    def wants_drafter(self, sequence: Sequence, *, drafting: bool, source: DraftSource) -> bool:
+        """Whether the drafter should keep up with this sequence (refill it). Asked once a step of each sequence.
+
+        source: of this step's drafts.
+        """
         ...
 
     def observe_row(self, sequence: Sequence, source: DraftSource, *, drafted: int, accepted: int) -> None:
@@ -60,7 +63,7 @@ class FixedLength:
     def prefers(self, sequence: Sequence, source: DraftSource, other: DraftSource) -> bool:
         return True
 
-    def wants_drafter(self, sequence: Sequence, *, drafting: bool) -> bool:
+    def wants_drafter(self, sequence: Sequence, *, drafting: bool, source: DraftSource) -> bool:
         return self._length > 0
 
     def observe_row(self, sequence: Sequence, source: DraftSource, *, drafted: int, accepted: int) -> None:
@@ -172,6 +175,7 @@ class AdaptiveLength:
     all rows in the same step: they share its forwards, and few of them alone might never find that it pays for all.
     """
 
+    SURE = 0.85  # rate of a proposer beside which the drafter need not follow
     GAIN = 1.03  # drafts must promise this much over plain decoding: measurements are noisy
 
     def __init__(self, *, retry_steps: int = 64) -> None:
@@ -182,12 +186,12 @@ class AdaptiveLength:
         self._prior: dict[DraftSource, _Acceptance] = {}
         self._rates: dict[tuple[int, DraftSource], _Acceptance] = {}
         self._steps = 0
-        self._idle_steps = 0  # since the drafter was last used
+        self._idle_steps = 0  # in which it could have drafted, since the drafter was last used
 
     def choose(self, requests: Rows[DraftRequest], num_plain: int) -> list[int]:
         lengths = self._fastest(requests, num_plain)
         self._steps += 1
-        self._idle_steps += 1
+        self._idle_steps += any(request.source is DraftSource.DRAFTER for request in requests)
         for i, request in enumerate(requests):
             if request.source is not DraftSource.DRAFTER:
                 continue
@@ -225,8 +229,11 @@ class AdaptiveLength:
     def prefers(self, sequence: Sequence, source: DraftSource, other: DraftSource) -> bool:
         return self._rate(sequence, source).rate >= self._rate(sequence, other).rate
 
-    def wants_drafter(self, sequence: Sequence, *, drafting: bool) -> bool:
-        """Not while nobody's drafts pay; then all catch up in the step before a retry."""
+    def wants_drafter(self, sequence: Sequence, *, drafting: bool, source: DraftSource) -> bool:
+        """Not while nobody's drafts pay; then all catch up in the step before a retry. Nor while a proposer's nearly
+        always do: where they end, the drafter catches up on all of them at once."""
+        if source not in (DraftSource.NONE, DraftSource.DRAFTER) and self._rate(sequence, source).rate > self.SURE:
+            return False
         return drafting or self._idle_steps <= 2 or (self._steps + 1) % self._retry_steps == 0
 
     def observe_row(self, sequence: Sequence, source: DraftSource, *, drafted: int, accepted: int) -> None:

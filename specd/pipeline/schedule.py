@@ -296,7 +296,9 @@ class Scheduler:
             longest = len(sequence.tokens) + row.num_drafts + self._extra_slots
             if self.traits.max_context is not None and longest > self.traits.max_context:
                 continue
-            if sequence.max_draft == 0 or not self.length.wants_drafter(sequence, drafting=drafting):
+            if sequence.max_draft == 0 or not self.length.wants_drafter(
+                sequence, drafting=drafting, source=row.source if row.num_drafts else DraftSource.NONE
+            ):
                 continue
             lacking = sequence.num_computed + row.num_known - sequence.drafter_len
             row.num_refill = max(0, min(lacking, budget))
