@@ -363,9 +363,19 @@ def test_a_proposer_is_preferred_while_it_is_as_often_right() -> None:
     assert not policy.prefers(one, NGRAM, DRAFTER)
     for _ in range(64):
         policy.observe_row(one, NGRAM, drafted=1, accepted=1)  # as when it is passed over, and would have been right
-    policy.observe_row(one, DRAFTER, drafted=2, accepted=0)
     assert policy.prefers(one, NGRAM, DRAFTER)
     assert FixedLength(3).prefers(other, NGRAM, DRAFTER)
+
+
+def test_proposals_are_taken_while_the_drafter_does_not_pay() -> None:
+    policy, one = AdaptiveLength(), Name()
+    for _ in range(8):
+        policy.observe_row(one, DRAFTER, drafted=1, accepted=1)
+        policy.observe_row(one, NGRAM, drafted=4, accepted=0)
+    assert not policy.prefers(one, NGRAM, DRAFTER)
+    for _ in range(3):
+        assert policy.choose([request(one)], 0) == [0]  # nothing has been measured
+    assert policy.prefers(one, NGRAM, DRAFTER)
 
 
 def test_the_drafter_rests_beside_a_proposer_that_is_nearly_always_right() -> None:
