@@ -214,5 +214,5 @@ def test_the_environment_names_the_level(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_workspaces_of_copies_are_their_own() -> None:
     model = native_llama()
     copy = model.truncated(3)
-    assert copy._workspace is not model._workspace
+    assert copy._run._workspace is not model._run._workspace
     assert dataclasses.replace(copy.shape) == model.shape
