@@ -30,7 +30,7 @@ from specd.models.gguf import read_metadata
 from specd.request import Request, SamplingParams
 from specd.text import Tokenizer
 
-_DEFAULT = ("specd native fast none", "specd native fast auto")
+_DEFAULT = ("specd native fast none", "specd native fast ngram adaptive")
 _SPARE = 16
 
 

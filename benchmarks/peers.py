@@ -55,7 +55,7 @@ KERNELS = {
 }
 SPECULATION = {
     "none": ["speculation.draft=none"],
-    "auto": ["speculation.draft=auto"],  # the head that comes with specd, overridden by long n-grams
+    "mtp+ngram": ["speculation.draft=mtp+ngram"],  # the head that comes with specd, overridden by n-grams
     "mtp adaptive": ["speculation.draft=mtp"],
     "mtp K=1": ["speculation.draft=mtp", "speculation.draft_len=1"],
     "mtp K=2": ["speculation.draft=mtp", "speculation.draft_len=2"],

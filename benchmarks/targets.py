@@ -41,7 +41,7 @@ class Target:
         return value >= self.at_least if self.at_least is not None else value <= (self.at_most or 0.0)
 
 
-_NONE, _AUTO, _ADAPTIVE, _FIXED = ("none",), ("auto",), ("ngram adaptive",), ("ngram K=3",)
+_NONE, _BOTH, _ADAPTIVE, _FIXED = ("none",), ("mtp+ngram",), ("ngram adaptive",), ("ngram K=3",)
 _HEAD = ("mtp adaptive", "mtp K=1", "mtp K=2")
 TARGETS = (
     Target("plain decode, batch 1, against llama.cpp", "chat", 1, _RATE, _NONE, (PLAIN,), at_least=1.4),
@@ -53,18 +53,18 @@ TARGETS = (
         "chat",
         1,
         _RATE,
-        _AUTO + _ADAPTIVE + _FIXED + _HEAD,
+        _BOTH + _ADAPTIVE + _FIXED + _HEAD,
         tuple(MODES),
         at_least=2.0,
     ),
     Target("copy-heavy, ngram against own plain, batch 1", "copy", 1, _RATE, _ADAPTIVE, _NONE, at_least=2.5),
-    Target("copy-heavy, auto against own plain, batch 1", "copy", 1, _RATE, _AUTO, _NONE, at_least=2.5),
-    Target("auto against own plain, chat, batch 1", "chat", 1, _RATE, _AUTO, _NONE),
+    Target("copy-heavy, mtp+ngram against own plain, batch 1", "copy", 1, _RATE, _BOTH, _NONE, at_least=2.5),
+    Target("mtp+ngram against own plain, chat, batch 1", "chat", 1, _RATE, _BOTH, _NONE),
     Target("the head alone against own plain, chat, batch 1", "chat", 1, _RATE, _HEAD, _NONE),
     # Over the whole time: with drafts the first answers of a large batch end while the last prompts are computed, so
     # that the time in which all decode has other rows in it than without.
     *(
-        Target(f"speculation on against own plain, {kind}, batch {n}", kind, n, _ALL, _AUTO, _NONE, at_least=0.98)
+        Target(f"speculation on against own plain, {kind}, batch {n}", kind, n, _ALL, _ADAPTIVE, _NONE, at_least=0.98)
         for n in (8, 32)
         for kind in ("chat", "copy")
     ),

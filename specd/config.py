@@ -162,7 +162,8 @@ class SpeculationConfig:
     draft: str = option(
         "auto",
         "auto (the best one for the model), none, ngram, layers:N (the target's first N layers), lm:MODEL, "
-        "mtp (the head that comes with specd for the model) or mtp:FOLDER (one of `specd train mtp`).",
+        "mtp (the head that comes with specd for the model), mtp+ngram (overridden by n-grams where those are kept as "
+        "often) or mtp:FOLDER (one of `specd train mtp`).",
         flag="--draft",
     )
     draft_len: int | str = option(
@@ -186,7 +187,7 @@ class SpeculationConfig:
     ngram_max: int = option(5, "Longest match that the n-gram proposer looks for.", unit="tokens", low=1, high=64)
     ngram_override: int = option(
         2,
-        "draft = auto: shortest match that takes the place of a head's drafts (at most ngram_max).",
+        "draft = mtp+ngram: shortest match that takes the place of a head's drafts (at most ngram_max).",
         unit="tokens",
         low=1,
         high=64,

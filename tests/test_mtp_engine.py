@@ -306,11 +306,11 @@ def test_heads_of_other_targets_are_refused(tmp_path: Path) -> None:
     assert parse_draft("mtp:some/folder").name == "mtp:some/folder"
 
 
-def test_auto_is_the_head_that_comes_with_specd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_heads_that_come_with_specd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "SHIPPED", tmp_path)
     loaded, file = loaded_target(), head_file()
-    auto, mtp = parse_draft("auto"), parse_draft("mtp")
-    assert settle(auto, loaded) == DraftChoice("ngram")
+    both, mtp = parse_draft("mtp+ngram"), parse_draft("mtp")
+    assert settle(parse_draft("auto"), loaded) == DraftChoice("ngram")  # on a CPU, whatever there is
     with pytest.raises(DraftError, match="'mtp': specd has none for tiny"):
         settle(mtp, loaded)
 
@@ -318,16 +318,19 @@ def test_auto_is_the_head_that_comes_with_specd(tmp_path: Path, monkeypatch: pyt
         write_head(
             tmp_path / "mtp" / name, file.config, file.weights, token_ids=file.token_ids, target={"num_layers": layers}
         )
-    assert settle(auto, loaded).name == "mtp:tiny+ngram"
+    assert settle(both, loaded).name == "mtp:tiny+ngram"
     assert settle(mtp, loaded).name == "mtp:tiny"
     assert not settle(mtp, loaded).uses_ngram
-    assert settle(auto, dataclasses.replace(loaded, name="snapshot"), "Tiny-Q8").argument == "tiny"
-    assert settle(auto, dataclasses.replace(loaded, name="snapshot")) == DraftChoice("ngram")
+    assert settle(both, dataclasses.replace(loaded, name="snapshot"), "Tiny-Q8").argument == "tiny"
+    with pytest.raises(DraftError, match="none for snapshot"):
+        settle(both, dataclasses.replace(loaded, name="snapshot"))
+    assert settle(parse_draft("auto"), loaded) == DraftChoice("ngram")
     assert mtp_drafter(loaded, settle(mtp, loaded).folder).traits.name == "mtp:tiny"
     with pytest.raises(DraftError, match="'lm': specd has none for tiny; it has one for no model at all"):
         settle(parse_draft("lm"), loaded)
     write_head(tmp_path / "mtp" / "tiny", file.config, file.weights, token_ids=file.token_ids, target={"num_layers": 3})
-    assert settle(auto, loaded) == DraftChoice("ngram")
+    with pytest.raises(DraftError, match="none for tiny"):
+        settle(both, loaded)
     assert settle(parse_draft("mtp:else/where"), loaded).argument == "else/where"
 
 

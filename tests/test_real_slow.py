@@ -32,7 +32,7 @@ NOISE = 0.04
 SAMPLED_TOKENS = 64
 SAMPLED_PAGES = 40
 
-DRAFTS = ("ngram", "layers:4", "lm:target", "lm:noisy", "mtp", "auto")
+DRAFTS = ("ngram", "layers:4", "lm:target", "lm:noisy", "mtp", "mtp+ngram")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -174,8 +174,8 @@ def plain_outputs() -> dict[str, real.Output]:
         ("lm:noisy", "adaptive", (None,)),
         ("mtp", 1, (None,)),
         ("mtp", 5, (3, 0, 1, 5, 2)),
-        ("auto", 4, (None,)),
-        ("auto", "adaptive", (None,)),
+        ("mtp+ngram", 4, (None,)),
+        ("mtp+ngram", "adaptive", (None,)),
     ],
 )
 async def test_sampled_tokens_are_those_of_plain_decoding(

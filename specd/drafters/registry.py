@@ -51,6 +51,7 @@ _WITHOUT_ARGUMENT = {
     "none": DraftChoice("none"),
     "ngram": DraftChoice("ngram"),
     "mtp": DraftChoice("mtp"),
+    "mtp+ngram": DraftChoice("mtp", proposes=True),
     "lm": DraftChoice("lm"),
 }
 
@@ -68,21 +69,24 @@ def parse_draft(text: str) -> DraftChoice:
         raise DraftError("speculation.draft is 'mtp:builtin': heads inside a model's checkpoint are not read yet")
     if kind == "mtp" and argument:
         return DraftChoice("mtp", argument)
-    known = "auto, none, ngram, layers:N, mtp, mtp:FOLDER, lm or lm:MODEL"
+    known = "auto, none, ngram, layers:N, mtp, mtp+ngram, mtp:FOLDER, lm or lm:MODEL"
     raise DraftError(f"speculation.draft is {text!r}; give {known}")
 
 
 def settle(choice: DraftChoice, target: LoadedModel, *names: str) -> DraftChoice:
-    """ "auto" is the head that comes with specd for this model, overridden by n-grams, or n-grams where there is none.
+    """ "auto" is n-grams on a CPU, where a forward of the head was measured to cost more than its drafts save, else the
+    head that comes with specd for this model, overridden by n-grams, or n-grams where there is none.
 
     names: what else the model is called. Raises DraftError for "mtp" or "lm" where specd has none.
     """
     if choice.argument or choice.kind not in ("auto", "mtp", "lm"):
         return choice
+    if choice.kind == "auto" and target.model.device.type == "cpu":
+        return DraftChoice("ngram")
     kind: Literal["mtp", "lm"] = "lm" if choice.kind == "lm" else "mtp"
     found = _shipped_for(kind, (target.name, *names))
     if found is not None and (kind == "lm" or not _differences(read_head(found), target)):
-        return DraftChoice(kind, found.name, shipped=True, proposes=choice.kind == "auto")
+        return DraftChoice(kind, found.name, shipped=True, proposes=choice.proposes or choice.kind == "auto")
     if choice.kind == "auto":
         return DraftChoice("ngram")
     there = ", ".join(path.name for path in _shipped(kind)) or "no model at all"
