@@ -185,13 +185,6 @@ class SpeculationConfig:
     )
     ngram_min: int = option(2, "Shortest match that the n-gram proposer follows.", unit="tokens", low=1, high=64)
     ngram_max: int = option(5, "Longest match that the n-gram proposer looks for.", unit="tokens", low=1, high=64)
-    ngram_override: int = option(
-        2,
-        "draft = mtp+ngram: shortest match that takes the place of a head's drafts (at most ngram_max).",
-        unit="tokens",
-        low=1,
-        high=64,
-    )
     self_check: bool = option(True, "Generate 32 tokens at start and report the drafter's acceptance.")
     threshold: float = option(
         0.3, "acceptance = threshold: least score of the drafts that are kept.", low=0.0, high=1.0

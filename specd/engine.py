@@ -180,6 +180,7 @@ class Engine:
             )
 
     def _sequence(self, request: Request, index: int) -> Sequence:
+        speculation = self._parts.config.speculation
         wish = request.speculation
         max_draft = self.info.max_draft if wish.max_draft is None else min(wish.max_draft, self.info.max_draft)
         if wish.mode == "off":
@@ -199,15 +200,10 @@ class Engine:
                 page_size=self.info.page_size,
                 lookahead=traits is not None and traits.shifted,
             ),
-            proposer=self._proposer() if self._parts.uses_ngram and max_draft else None,
+            proposer=NgramProposer(min_n=speculation.ngram_min, max_n=speculation.ngram_max)
+            if self._parts.uses_ngram and max_draft
+            else None,
         )
-
-    def _proposer(self) -> NgramProposer:
-        """Beside a drafter only long matches count: they are likelier to be right than its drafts."""
-        speculation = self._parts.config.speculation
-        longest = speculation.ngram_max
-        shortest = speculation.ngram_min if self._parts.drafter is None else min(speculation.ngram_override, longest)
-        return NgramProposer(min_n=shortest, max_n=longest)
 
     def _publish(self, deltas: list[SequenceDelta]) -> None:
         for delta in deltas:

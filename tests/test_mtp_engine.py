@@ -153,7 +153,7 @@ async def test_matrix(kernels: str, draft_len: int | str, mode: RefillMode) -> N
 @pytest.mark.parametrize("kernels", KERNELS)
 async def test_overridden_by_ngrams(kernels: str, draft_len: int | str, mode: RefillMode) -> None:
     """Rows with a match verify its tokens, the head follows them all the same."""
-    parts = parts_of(kernels, drafter_of(kernels, mode), draft_len=draft_len, proposes=True, ngram_override=2)
+    parts = parts_of(kernels, drafter_of(kernels, mode), draft_len=draft_len, proposes=True)
     async with running(parts) as engine:
         await check(engine, kernels, adaptive=draft_len == "adaptive")
         if draft_len != "adaptive":

@@ -29,7 +29,7 @@ class DraftChoice:
     kind: Literal["auto", "none", "ngram", "layers", "lm", "mtp"]
     argument: str = ""
     shipped: bool = False  # the argument is the name of one that comes with specd
-    proposes: bool = False  # the n-gram proposer overrides the drafter in rows where it has a long match
+    proposes: bool = False  # the n-gram proposer overrides the drafter in rows where it is right about as often
 
     @property
     def name(self) -> str:

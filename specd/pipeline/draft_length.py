@@ -175,7 +175,7 @@ class AdaptiveLength:
     all rows in the same step: they share its forwards, and few of them alone might never find that it pays for all.
     """
 
-    HEAD_START = 0.1  # of a proposer's rate over a drafter's
+    PROPOSER_MARGIN = 0.1  # of a proposer's rate over a drafter's
     SURE = 0.85  # rate of a proposer beside which the drafter need not follow
     GAIN = 1.03  # drafts must promise this much over plain decoding: measurements are noisy
 
@@ -231,7 +231,7 @@ class AdaptiveLength:
         """Proposals cost nothing: they need not be right as often, and are taken whenever the drafter does not pay."""
         if self._idle_steps > 2:
             return True
-        return self._rate(sequence, source).rate >= self._rate(sequence, other).rate - self.HEAD_START
+        return self._rate(sequence, source).rate >= self._rate(sequence, other).rate - self.PROPOSER_MARGIN
 
     def wants_drafter(self, sequence: Sequence, *, drafting: bool, source: DraftSource) -> bool:
         """Not while nobody's drafts pay; then all catch up in the step before a retry. Nor while a proposer's nearly
