@@ -83,13 +83,16 @@ class AnyLength:
         self.random = rng
         self.asked: list[int] = []
 
+    def begin(self, num_sequences: int) -> None:
+        assert num_sequences >= 0
+
     def choose(self, requests: Items[DraftRequest], num_plain: int) -> list[int]:
         return [self.random.randint(0, request.max_drafts) for request in requests]
 
     def prefers(self, sequence: Sequence, source: DraftSource, other: DraftSource) -> bool:
         return self.random.random() < 0.7
 
-    def wants_drafter(self, sequence: Sequence, *, drafting: bool, source: DraftSource) -> bool:
+    def wants_drafter(self, sequence: Sequence, source: DraftSource) -> bool:
         return self.random.random() < 0.8
 
     def observe_row(self, sequence: Sequence, source: DraftSource, *, drafted: int, accepted: int) -> None:

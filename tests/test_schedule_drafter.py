@@ -18,7 +18,7 @@ class Moody(FixedLength):
 
     willing = True
 
-    def wants_drafter(self, sequence: Sequence, *, drafting: bool, source: DraftSource) -> bool:
+    def wants_drafter(self, sequence: Sequence, source: DraftSource) -> bool:
         return self.willing
 
 

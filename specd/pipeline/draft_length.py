@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Sequence as Rows
 from typing import Protocol
 
+from specd.pipeline.drafter_trial import DrafterTrial
 from specd.sequence import Sequence
 from specd.step import DraftSource, StepStats
 
@@ -27,6 +28,10 @@ class DraftRequest:
 class DraftLength(Protocol):
     """The seam between schedule and the length policy."""
 
+    def begin(self, num_sequences: int) -> None:
+        """A step is planned; so many sequences run, or would if there were pages, prompts included."""
+        ...
+
     def choose(self, requests: Rows[DraftRequest], num_plain: int) -> list[int]:
         """Drafts for each request; num_plain rows of the step have none."""
         ...
@@ -35,11 +40,8 @@ class DraftLength(Protocol):
         """Whether proposals of `source` are better drafts for this sequence than those of the drafter, `other`."""
         ...
 
-    def wants_drafter(self, sequence: Sequence, *, drafting: bool, source: DraftSource) -> bool:
-        """Whether the drafter should keep up with this sequence (refill it). Asked once a step of each sequence.
-
-        source: of this step's drafts.
-        """
+    def wants_drafter(self, sequence: Sequence, source: DraftSource) -> bool:
+        """Whether the drafter should keep up with this sequence (refill it). source: of this step's drafts."""
         ...
 
     def observe_row(self, sequence: Sequence, source: DraftSource, *, drafted: int, accepted: int) -> None:
@@ -57,13 +59,16 @@ class FixedLength:
     def __init__(self, length: int) -> None:
         self._length = length
 
+    def begin(self, num_sequences: int) -> None:
+        return
+
     def choose(self, requests: Rows[DraftRequest], num_plain: int) -> list[int]:
         return [min(self._length, request.max_drafts) for request in requests]
 
     def prefers(self, sequence: Sequence, source: DraftSource, other: DraftSource) -> bool:
         return True
 
-    def wants_drafter(self, sequence: Sequence, *, drafting: bool, source: DraftSource) -> bool:
+    def wants_drafter(self, sequence: Sequence, source: DraftSource) -> bool:
         return self._length > 0
 
     def observe_row(self, sequence: Sequence, source: DraftSource, *, drafted: int, accepted: int) -> None:
@@ -171,35 +176,40 @@ class AdaptiveLength:
 
     A row's j-th draft is kept with probability a ** j. All rows' candidates, likeliest first, are added to the step
     while (rows + expected kept) / cost(tokens) grows. Nothing is drafted when plain decoding is faster; then a
-    proposer's guesses are still compared with what comes (free), and a drafter is tried again every `retry_steps`, by
-    all rows in the same step: they share its forwards, and few of them alone might never find that it pays for all.
+    proposer's guesses are still compared with what comes (free). Whether the drafter takes part at all is tried out
+    (`DrafterTrial`); where even this estimate never drafts with it, it rests without a trial.
     """
 
     PROPOSER_MARGIN = 0.1  # of a proposer's rate over a drafter's
     SURE = 0.85  # rate of a proposer beside which the drafter need not follow
     GAIN = 1.03  # drafts must promise this much over plain decoding: measurements are noisy
+    IDLE = 16  # steps in a row in which the drafter could have drafted and was not asked
 
-    def __init__(self, *, retry_steps: int = 64) -> None:
-        self._retry_steps = retry_steps
+    def __init__(self) -> None:
+        self._trial = DrafterTrial()
         self._verify = StepCost()
         self._draft = StepCost(optimism=0.0)  # seconds of one drafter forward, by rows
         self._host = StepCost()  # seconds of a step in which nothing computes
         self._prior: dict[DraftSource, _Acceptance] = {}
         self._rates: dict[tuple[int, DraftSource], _Acceptance] = {}
-        self._steps = 0
-        self._idle_steps = 0  # in which it could have drafted, since the drafter was last used
+        self._idle_steps = 0
+
+    def begin(self, num_sequences: int) -> None:
+        self._trial.begin(num_sequences)
 
     def choose(self, requests: Rows[DraftRequest], num_plain: int) -> list[int]:
+        if not self._trial.drafting:
+            requests = [_without_drafter(request) for request in requests]
         lengths = self._fastest(requests, num_plain)
-        self._steps += 1
-        self._idle_steps += any(request.source is DraftSource.DRAFTER for request in requests)
-        for i, request in enumerate(requests):
-            if request.source is not DraftSource.DRAFTER:
-                continue
-            if self._steps % self._retry_steps == 0:
-                lengths[i] = max(lengths[i], min(request.max_drafts, 1))
-            if lengths[i]:
+        asked = [i for i, r in enumerate(requests) if r.source is DraftSource.DRAFTER and r.max_drafts]
+        if self._trial.trying:
+            for i in asked:
+                lengths[i] = max(lengths[i], 1)
+        elif asked:
+            self._idle_steps = 0 if any(lengths[i] for i in asked) else self._idle_steps + 1
+            if self._idle_steps >= self.IDLE:
                 self._idle_steps = 0
+                self._trial.rest()
         return lengths
 
     def _fastest(self, requests: Rows[DraftRequest], num_plain: int) -> list[int]:
@@ -229,16 +239,16 @@ class AdaptiveLength:
 
     def prefers(self, sequence: Sequence, source: DraftSource, other: DraftSource) -> bool:
         """Proposals cost nothing: they need not be right as often, and are taken whenever the drafter does not pay."""
-        if self._idle_steps > 2:
+        if not self._trial.drafting:
             return True
         return self._rate(sequence, source).rate >= self._rate(sequence, other).rate - self.PROPOSER_MARGIN
 
-    def wants_drafter(self, sequence: Sequence, *, drafting: bool, source: DraftSource) -> bool:
-        """Not while nobody's drafts pay; then all catch up in the step before a retry. Nor while a proposer's nearly
-        always do: where they end, the drafter catches up on all of them at once."""
+    def wants_drafter(self, sequence: Sequence, source: DraftSource) -> bool:
+        """While it takes part; but not beside a proposer that is nearly always right: where its proposals end, the
+        drafter catches up on all of them at once."""
         if source not in (DraftSource.NONE, DraftSource.DRAFTER) and self._rate(sequence, source).rate > self.SURE:
             return False
-        return drafting or self._idle_steps <= 2 or (self._steps + 1) % self._retry_steps == 0
+        return self._trial.drafting
 
     def observe_row(self, sequence: Sequence, source: DraftSource, *, drafted: int, accepted: int) -> None:
         self._rate(sequence, source).observe(drafted, accepted)
@@ -253,6 +263,7 @@ class AdaptiveLength:
             self._draft.observe(stats.num_rows, stats.draft_s / stats.num_draft_steps)
         elif stats.num_refill_rows:
             self._draft.observe(stats.num_refill_rows, stats.refill_s)
+        self._trial.observe(stats.num_emitted, stats.duration_s)
         computing = stats.verify_s + stats.draft_s + stats.refill_s
         self._host.observe(0, max(stats.duration_s - computing, 0.0))
 
@@ -273,3 +284,7 @@ class AdaptiveLength:
         if verify is None:
             return None
         return verify + depth * (self._draft(drafting) or 0.0) + (self._host(0) or 0.0)
+
+
+def _without_drafter(request: DraftRequest) -> DraftRequest:
+    return dataclasses.replace(request, max_drafts=0) if request.source is DraftSource.DRAFTER else request

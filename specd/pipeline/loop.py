@@ -147,11 +147,11 @@ class Pipeline:
     async def _commit_and_schedule(
         self, launched: Launched, previous: Launched | None, caught_up: asyncio.Task[None]
     ) -> tuple[list[SequenceDelta], ScheduledStep | None]:
-        reports, whole = await self._reports(launched)
         if not (self._device.overlaps or launched.scheduled.num_prefill_tokens):  # nobody's first token waits
-            await caught_up
+            await caught_up  # before the report: to wake up twice would take a core from the refill
             if launched.refill is not None:
                 await launched.refill.settled()
+        reports, whole = await self._reports(launched)
         self._measure(launched, previous, reports)
         with self._device.timeline.measure("schedule", launched.plan.step + 1):
             deltas = self.scheduler.apply(launched.scheduled, reports)

@@ -144,6 +144,7 @@ class Scheduler:
 
     def schedule(self, step: int) -> ScheduledStep | None:
         """The next step, or None when there is nothing to run."""
+        self.length.begin(min(len(self.running) + len(self.waiting), self.limits.max_running))
         rows = self._decode_rows()
         budget = self.limits.max_tokens - len(rows)
         if self.limits.mixed == "plain":
@@ -291,14 +292,11 @@ class Scheduler:
         budget = self.limits.max_tokens
         for row in rows:
             sequence = row.sequence
-            prompt = row.num_known > 1 or not row.emits  # followed whatever drafts were worth
-            drafting = row.num_drafts > 0 or prompt
             longest = len(sequence.tokens) + row.num_drafts + self._extra_slots
             if self.traits.max_context is not None and longest > self.traits.max_context:
                 continue
-            if sequence.max_draft == 0 or not self.length.wants_drafter(
-                sequence, drafting=drafting, source=row.source if row.num_drafts else DraftSource.NONE
-            ):
+            source = row.source if row.num_drafts else DraftSource.NONE
+            if sequence.max_draft == 0 or not self.length.wants_drafter(sequence, source):
                 continue
             lacking = sequence.num_computed + row.num_known - sequence.drafter_len
             row.num_refill = max(0, min(lacking, budget))

@@ -1,0 +1,122 @@
+"""Whether a drafter pays, found by trying. No torch.
+
+What a drafter costs is not its forwards alone: features are kept for it, its refills hold up the next schedule, the
+caches are colder after it. So decode steps with and without it are compared by what matters, tokens a second:
+
+    on | off | on | off |  better one ......... | other one |  better one ................... | other one | ...
+    opening, WINDOW each   rest                   WINDOW       rest, twice as long after each verdict that stands
+
+Each power of two of concurrent sequences has a trial of its own: what pays for one stream may not for eight.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+WINDOW = 24  # steps of a window in which a mode is tried
+SETTLING = 2  # of them, the first ones do not count: the drafter catches up, or its last refill ends
+OPENING = 4  # windows before the first verdict
+SHORTEST_REST, LONGEST_REST = 128, 2048  # steps
+MARGIN = 1.02  # by how much the other mode must be faster to take over: measurements are noisy
+_MEMORY = 32.0  # steps that a rate reaches back
+_SLOW = 4.0  # times the usual: a slower step counts as this much, one accident is no trend
+
+
+class _Rate:
+    """Tokens a second: fading sums."""
+
+    def __init__(self) -> None:
+        self._tokens = self._seconds = self._steps = 0.0
+
+    def observe(self, tokens: int, seconds: float) -> None:
+        if self._steps >= 1:
+            seconds = min(seconds, _SLOW * self._seconds / self._steps)
+        keep = 1 - 1 / _MEMORY
+        self._tokens = self._tokens * keep + tokens
+        self._seconds = self._seconds * keep + seconds
+        self._steps = self._steps * keep + 1
+
+    def __call__(self) -> float:
+        return self._tokens / self._seconds if self._seconds > 0 else 0.0
+
+
+@dataclasses.dataclass(slots=True)
+class _Trial:
+    """Of one class of batch sizes."""
+
+    drafting: bool = True  # the mode of the window that runs
+    better: bool = True  # the mode that won last
+    left: int = WINDOW  # steps of the window
+    rest: int = SHORTEST_REST
+    windows: int = 0
+    settling: int = SETTLING
+    with_drafter: _Rate = dataclasses.field(default_factory=_Rate)
+    without: _Rate = dataclasses.field(default_factory=_Rate)
+
+    @property
+    def trying(self) -> bool:
+        return self.windows < OPENING or self.drafting != self.better
+
+    def observe(self, tokens: int, seconds: float) -> None:
+        if self.settling:
+            self.settling -= 1
+        else:
+            (self.with_drafter if self.drafting else self.without).observe(tokens, seconds)
+        self.left -= 1
+        if self.left <= 0:
+            self._next()
+
+    def _next(self) -> None:
+        self.windows += 1
+        if self.windows < OPENING or not self.trying:
+            self.start(not self.drafting, WINDOW)
+            return
+        ours, other = self._rate(self.better), self._rate(not self.better)
+        if other > ours * MARGIN:
+            self.better, self.rest = not self.better, SHORTEST_REST
+        elif self.windows > OPENING:
+            self.rest = min(self.rest * 2, LONGEST_REST)
+        self.start(self.better, self.rest)
+
+    def start(self, drafting: bool, steps: int) -> None:
+        if drafting != self.drafting:
+            self.settling = SETTLING
+        self.drafting, self.left = drafting, steps
+
+    def _rate(self, drafting: bool) -> float:
+        return self.with_drafter() if drafting else self.without()
+
+
+class DrafterTrial:
+    """Decides step by step whether the drafter takes part. Asked for the class of `begin`, told by `observe`."""
+
+    def __init__(self) -> None:
+        self._trials: dict[int, _Trial] = {}
+        self._trial = self._of(1)
+
+    def begin(self, num_sequences: int) -> None:
+        """A step of so many sequences is planned, those included that compute their prompts."""
+        self._trial = self._of(num_sequences)
+
+    def _of(self, num_sequences: int) -> _Trial:
+        return self._trials.setdefault(num_sequences.bit_length(), _Trial())
+
+    @property
+    def drafting(self) -> bool:
+        """Whether the drafter drafts and keeps up."""
+        return self._trial.drafting
+
+    @property
+    def trying(self) -> bool:
+        """Whether drafts are made to see what they bring, whatever is thought of them."""
+        return self._trial.drafting and self._trial.trying
+
+    def observe(self, tokens: int, seconds: float) -> None:
+        """A decode step without prompts: what it emitted, and how long it took."""
+        self._trial.observe(tokens, seconds)
+
+    def rest(self) -> None:
+        """By all that is known its drafts do not pay now: the drafter rests at once."""
+        trial = self._trial
+        trial.better = False
+        trial.start(False, trial.rest)
