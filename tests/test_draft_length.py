@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from specd.pipeline.draft_length import AdaptiveLength, DraftLength, DraftRequest, FixedLength, StepCost
-from specd.pipeline.drafter_trial import OPENING, SHORTEST_REST, WINDOW
+from specd.pipeline.drafter_trial import OPENING, PROBES, SHORTEST_REST, WINDOW
 from specd.step import DraftSource, StepStats
 
 DRAFTER, NGRAM = DraftSource.DRAFTER, DraftSource.NGRAM
@@ -286,9 +286,9 @@ def test_a_drafter_that_does_not_pay_is_left_and_retried() -> None:
         wants.append(adaptive.refilled)
     lengths = adaptive.lengths[start:]
     tried = [i for i, drafts in enumerate(lengths) if any(drafts)]
-    assert len(tried) == WINDOW - 1, "one window, whose first step catches up"
+    assert len(tried) == PROBES / 2, "once"
     assert all(lengths[i] == [1, 1] for i in tried), "one draft, in all rows at once"
-    assert sum(wants) == WINDOW, "and the drafter rests in between"
+    assert sum(wants) < WINDOW / 2, "and the drafter rests in between"
 
 
 @pytest.mark.parametrize("source", [NGRAM, DRAFTER])

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from specd.pipeline.drafter_trial import LONGEST_REST, OPENING, SETTLING, SHORTEST_REST, WINDOW, DrafterTrial
+from specd.pipeline.drafter_trial import LONGEST_REST, OPENING, PROBES, SETTLING, SHORTEST_REST, WINDOW, DrafterTrial
 
 
 def run(
@@ -91,8 +91,36 @@ def test_a_drafter_at_rest_is_tried_again() -> None:
     trial = DrafterTrial()
     run(trial, OPENING * WINDOW + 1, lambda on: 120.0 if on else 100.0)
     assert trial.drafting
-    assert not trial.trying
     trial.rest()
     modes = run(trial, SHORTEST_REST + WINDOW + 1, lambda on: 120.0 if on else 100.0)
     assert windows(modes)[0] == (False, SHORTEST_REST)
     assert trial.drafting
+
+
+def test_a_trial_that_ends_early_stands_as_a_verdict() -> None:
+    trial = DrafterTrial()
+    rests = []
+    for _ in range(3):
+        trial.rest()
+        rests.append(windows(run(trial, LONGEST_REST, lambda on: 100.0))[0][1])
+        trial = trial if trial.drafting else _until_drafting(trial)
+    assert rests == sorted(rests)
+    assert rests[0] >= SHORTEST_REST
+
+
+def test_a_window_with_the_drafter_begins_with_probes() -> None:
+    trial = DrafterTrial()
+    for _ in range(PROBES):
+        assert trial.probing
+        trial.probed(1)
+    assert not trial.probing
+    trial.rest()
+    assert not trial.probing
+    _until_drafting(trial)
+    assert trial.probing
+
+
+def _until_drafting(trial: DrafterTrial) -> DrafterTrial:
+    while not trial.drafting:
+        run(trial, 1, lambda on: 100.0)
+    return trial

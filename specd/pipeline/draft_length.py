@@ -183,7 +183,7 @@ class AdaptiveLength:
     PROPOSER_MARGIN = 0.1  # of a proposer's rate over a drafter's
     SURE = 0.85  # rate of a proposer beside which the drafter need not follow
     GAIN = 1.03  # drafts must promise this much over plain decoding: measurements are noisy
-    IDLE = 16  # steps in a row in which the drafter could have drafted and was not asked
+    IDLE = 6  # steps in a row in which the drafter could have drafted and was not asked
 
     def __init__(self) -> None:
         self._trial = DrafterTrial()
@@ -202,9 +202,10 @@ class AdaptiveLength:
             requests = [_without_drafter(request) for request in requests]
         lengths = self._fastest(requests, num_plain)
         asked = [i for i, r in enumerate(requests) if r.source is DraftSource.DRAFTER and r.max_drafts]
-        if self._trial.trying:
+        if self._trial.probing:
             for i in asked:
                 lengths[i] = max(lengths[i], 1)
+            self._trial.probed(len(asked))
         elif asked:
             self._idle_steps = 0 if any(lengths[i] for i in asked) else self._idle_steps + 1
             if self._idle_steps >= self.IDLE:

@@ -7,6 +7,8 @@ caches are colder after it. So decode steps with and without it are compared by 
     opening, WINDOW each   rest                   WINDOW       rest, twice as long after each verdict that stands
 
 Each power of two of concurrent sequences has a trial of its own: what pays for one stream may not for eight.
+A window with the drafter begins with a few drafts in any case (`probing`); one in which none seem worth it after those
+ends early (`rest`).
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import dataclasses
 WINDOW = 24  # steps of a window in which a mode is tried
 SETTLING = 2  # of them, the first ones do not count: the drafter catches up, or its last refill ends
 OPENING = 4  # windows before the first verdict
+PROBES = 8  # drafts to see how often the drafter is right now
 SHORTEST_REST, LONGEST_REST = 128, 2048  # steps
 MARGIN = 1.02  # by how much the other mode must be faster to take over: measurements are noisy
 _MEMORY = 32.0  # steps that a rate reaches back
@@ -50,6 +53,7 @@ class _Trial:
     rest: int = SHORTEST_REST
     windows: int = 0
     settling: int = SETTLING
+    probes: int = PROBES
     with_drafter: _Rate = dataclasses.field(default_factory=_Rate)
     without: _Rate = dataclasses.field(default_factory=_Rate)
 
@@ -80,8 +84,16 @@ class _Trial:
 
     def start(self, drafting: bool, steps: int) -> None:
         if drafting != self.drafting:
-            self.settling = SETTLING
+            self.settling, self.probes = SETTLING, PROBES
         self.drafting, self.left = drafting, steps
+
+    def end_early(self) -> None:
+        if self.trying:
+            self.rest = min(self.rest * 2, LONGEST_REST)
+        else:
+            self.rest = SHORTEST_REST
+        self.windows, self.better = max(self.windows, OPENING), False
+        self.start(False, self.rest)
 
     def _rate(self, drafting: bool) -> float:
         return self.with_drafter() if drafting else self.without()
@@ -107,9 +119,12 @@ class DrafterTrial:
         return self._trial.drafting
 
     @property
-    def trying(self) -> bool:
+    def probing(self) -> bool:
         """Whether drafts are made to see what they bring, whatever is thought of them."""
-        return self._trial.drafting and self._trial.trying
+        return self._trial.drafting and self._trial.probes > 0
+
+    def probed(self, drafts: int) -> None:
+        self._trial.probes -= drafts
 
     def observe(self, tokens: int, seconds: float) -> None:
         """A decode step without prompts: what it emitted, and how long it took."""
@@ -117,6 +132,4 @@ class DrafterTrial:
 
     def rest(self) -> None:
         """By all that is known its drafts do not pay now: the drafter rests at once."""
-        trial = self._trial
-        trial.better = False
-        trial.start(False, trial.rest)
+        self._trial.end_early()
