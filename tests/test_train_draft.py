@@ -71,7 +71,7 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 @pytest.fixture
 def settings(places: tuple[Path, Path], tmp_path: Path) -> DraftSettings:
     plan = Plan(tmp_path / "run", epochs=2, batch_tokens=256, warmup=4, lr=2e-3, eval_every=4)
-    return DraftSettings(*places, plan, layers=2)
+    return DraftSettings(places[0], (places[1],), plan, layers=2)
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +79,7 @@ def drafted(places: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory)
     """A run's folder."""
     output = tmp_path_factory.mktemp("drafted") / "run"
     plan = Plan(output, epochs=30, batch_tokens=512, warmup=4, lr=3e-3, eval_every=30)
-    train(DraftSettings(*places, plan, layers=2))
+    train(DraftSettings(places[0], (places[1],), plan, layers=2))
     return output
 
 
@@ -233,7 +233,15 @@ def test_damaged_folders_are_refused(
 
 
 def test_the_command(settings: DraftSettings, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["train", "draft", str(settings.model), "--shards", str(settings.shards), "-o", str(settings.plan.output)]
+    words = [
+        "train",
+        "draft",
+        str(settings.model),
+        "--shards",
+        str(settings.shards[0]),
+        "-o",
+        str(settings.plan.output),
+    ]
     assert main([*words, "--layers", "6"]) == 78
     assert "--layers 6: model has 6; give fewer" in capsys.readouterr().err
     assert main([*words, "--layers", "0"]) == 78

@@ -35,7 +35,8 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 @pytest.fixture
 def settings(places: tuple[Path, Path], tmp_path: Path) -> MtpSettings:
     return MtpSettings(
-        *places,
+        places[0],
+        (places[1],),
         Plan(tmp_path / "run", epochs=2, batch_tokens=256, warmup=4, lr=2e-3, eval_every=5),
         draft_vocab=60,
         steps=2,
@@ -234,6 +235,43 @@ def test_a_head_learns_far_more_than_chance(settings: MtpSettings) -> None:
     assert first["held_out"]["top1"][0] < learned / 3  # the control: what it started with; chance is a hundredth
 
 
+def test_a_run_can_begin_with_a_head(settings: MtpSettings, tmp_path: Path) -> None:
+    train(settings)
+    head, output = settings.plan.output / "head", tmp_path / "more"
+    again = changed(settings, init=head, output=output, stop_after=1, lr=1e-9, warmup=0)
+    train(again)
+    before, after = read_head(head), read_head(output / "head")
+    assert torch.equal(before.token_ids, after.token_ids)  # type: ignore[arg-type]
+    for name, weight in before.weights.items():
+        torch.testing.assert_close(after.weights[name], weight, rtol=1e-2, atol=1e-5)
+    with pytest.raises(ConfigError, match=r"its draft_vocab_size is 60, this run's would be 50"):
+        train(changed(again, draft_vocab=50, output=tmp_path / "other"))
+    with pytest.raises(ConfigError, match=r"was made with init .*run/head"):
+        train(changed(again, init=None))
+
+
+def test_shards_of_several_folders_are_one_corpus(settings: MtpSettings, tmp_path: Path) -> None:
+    texts = random_texts(40, vocab_size=97, longest=40, seed=5)
+    model, more = tiny_shards(tmp_path, texts, shard_tokens=1024)
+    first, second = read_shards(settings.shards[0]), read_shards(more)
+    both = read_shards(settings.shards[0], more)
+    assert len(both.lens) == len(first.lens) + len(second.lens)
+    assert torch.equal(both.ids, torch.cat([first.ids, second.ids]))
+    assert torch.equal(both.held_out, torch.cat([first.held_out, second.held_out]))
+    assert len({both.fingerprint, first.fingerprint, second.fingerprint}) == 3
+    train(changed(settings, model=model, shards=(*settings.shards, more), stop_after=1))
+    with pytest.raises(ConfigError, match="the same text would be learned twice"):
+        read_shards(more, more)
+    _, other = tiny_shards(_folder(tmp_path / "pre"), texts, features="pre", shard_tokens=1024)
+    with pytest.raises(ConfigError, match="was not collected like"):
+        read_shards(more, other)
+
+
+def _folder(path: Path) -> Path:
+    path.mkdir()
+    return path
+
+
 def test_shards_of_another_target_are_refused(settings: MtpSettings, tmp_path: Path) -> None:
     other, _ = tiny_shards(tmp_path, random_texts(4, vocab_size=97, seed=3))
     (other / "model.safetensors").write_bytes((other / "model.safetensors").read_bytes() + b" ")
@@ -253,7 +291,7 @@ def test_shards_of_another_target_are_refused(settings: MtpSettings, tmp_path: P
 def test_wrong_options_are_named(
     settings: MtpSettings, capsys: pytest.CaptureFixture[str], options: list[str], message: str
 ) -> None:
-    words = ["train", "mtp", str(settings.model), "--shards", str(settings.shards), "-o", str(settings.plan.output)]
+    words = ["train", "mtp", str(settings.model), "--shards", str(settings.shards[0]), "-o", str(settings.plan.output)]
     assert main([*words, *options]) == 78
     assert message in capsys.readouterr().err
 

@@ -37,7 +37,9 @@ def alone(places: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -
     """A finished run of one process."""
     output = tmp_path_factory.mktemp("alone")
     values: dict[str, Any] = {name.replace("-", "_"): value for name, value in _OPTIONS.items()}
-    settings = MtpSettings(*places, Plan(output, **values_of(Plan, values)), **values_of(MtpSettings, values))
+    settings = MtpSettings(
+        places[0], (places[1],), Plan(output, **values_of(Plan, values)), **values_of(MtpSettings, values)
+    )
     train(settings)
     return settings
 
@@ -45,7 +47,7 @@ def alone(places: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -
 def words(settings: MtpSettings, output: Path, **changed: object) -> list[str]:
     options = _OPTIONS | {name.replace("_", "-"): value for name, value in changed.items()}
     flags = [word for name, value in options.items() for word in (f"--{name}", str(value))]
-    return ["train", "mtp", str(settings.model), "--shards", str(settings.shards), "-o", str(output), *flags]
+    return ["train", "mtp", str(settings.model), "--shards", str(settings.shards[0]), "-o", str(output), *flags]
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:

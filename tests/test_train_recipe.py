@@ -48,7 +48,7 @@ def parsed(*words: str) -> argparse.Namespace:
 
 def test_each_verb_reads_its_own_table(recipe: Path) -> None:
     mtp = parsed("mtp", "target", "--config", str(recipe))
-    assert (mtp.model, mtp.shards, mtp.output) == ("target", Path("shards"), Path("run"))
+    assert (mtp.model, mtp.shards, mtp.output) == ("target", [Path("shards")], Path("run"))
     assert (mtp.draft_vocab, mtp.step_decay, mtp.lr, mtp.loss) == (16384, 0.6, 1e-3, "ce")
     assert mtp.without == ["input_norm", "output_norm"]
     assert mtp.epochs == 6  # what the recipe leaves out

@@ -47,7 +47,7 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
     model, shards = tiny_shards(folder, spoken_texts(), shard_tokens=1024)
     settings = MtpSettings(
         model,
-        shards,
+        (shards,),
         Plan(folder / "run", epochs=8, batch_tokens=512, lr=3e-3, warmup=4, eval_every=1000, eval_steps=DEPTH),
         draft_vocab=80,
         steps=2,

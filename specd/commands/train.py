@@ -8,7 +8,7 @@ from pathlib import Path
 
 from specd import log
 from specd.commands import train_collect, train_draft, train_validate
-from specd.commands.train_options import add_numbers, add_training, make_plan
+from specd.commands.train_options import add_numbers, add_training, given
 from specd.errors import ConfigError
 from specd.models import fetch
 from specd.train.plan import values_of
@@ -77,6 +77,9 @@ def _add_mtp(parser: argparse.ArgumentParser) -> None:
         ("noise", 0.0, "on the features, in units of their root mean square"),
     )
     add_numbers(parser, own)
+    parser.add_argument(
+        "--init", type=Path, metavar="DIR", help="begin with the weights of this head, of the same sizes and vocabulary"
+    )
     parser.add_argument("--loss", choices=("kl", "ce"), default="kl", help="kl (default): the target's distribution")
     parser.add_argument("--concat", choices=("embedding_first", "hidden_first"), default="embedding_first")
     parser.add_argument("--feedback", choices=("post_norm", "pre_norm"), default="post_norm")
@@ -97,8 +100,8 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
 def _mtp(args: argparse.Namespace, path: Path) -> int:
     module = importlib.import_module("specd.train.mtp")
     trainer, parallel = (importlib.import_module(f"specd.train.{name}") for name in ("trainer", "parallel"))
-    given = vars(args) | {"model": path, "plan": make_plan(args), "without": tuple(sorted(args.without))}
-    figures = module.train(module.MtpSettings(**values_of(module.MtpSettings, given)))
+    wanted = given(args, path) | {"without": tuple(sorted(args.without))}
+    figures = module.train(module.MtpSettings(**values_of(module.MtpSettings, wanted)))
     if parallel.world()[0] == 0:
         print(trainer.render(figures))
     return 0

@@ -6,7 +6,7 @@ import argparse
 import importlib
 from pathlib import Path
 
-from specd.commands.train_options import add_training, make_plan
+from specd.commands.train_options import add_training, given
 from specd.train.plan import values_of
 
 
@@ -20,8 +20,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, path: Path) -> int:
     module = importlib.import_module("specd.train.distil")
     trainer, parallel = (importlib.import_module(f"specd.train.{name}") for name in ("trainer", "parallel"))
-    given = vars(args) | {"model": path, "plan": make_plan(args)}
-    figures = module.train(module.DraftSettings(**values_of(module.DraftSettings, given)))
+    figures = module.train(module.DraftSettings(**values_of(module.DraftSettings, given(args, path))))
     if parallel.world()[0] == 0:
         print(trainer.render(figures))
     return 0

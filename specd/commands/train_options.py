@@ -30,7 +30,9 @@ _NUMBERS: tuple[tuple[str, str], ...] = (
 def add_training(parser: argparse.ArgumentParser, *, best: str) -> None:
     """best: what the output folder calls the best model so far."""
     parser.add_argument("model", metavar="MODEL", help="the target that the shards were collected from")
-    parser.add_argument("--shards", type=Path, required=True, metavar="DIR", help="folder that collect wrote")
+    parser.add_argument(
+        "--shards", type=Path, nargs="+", required=True, metavar="DIR", help="folders that collect wrote"
+    )
     parser.add_argument(
         "-o",
         "--output",
@@ -64,3 +66,8 @@ def add_numbers(parser: argparse.ArgumentParser, options: tuple[tuple[str, Any, 
 
 def make_plan(args: argparse.Namespace) -> Plan:
     return Plan(**values_of(Plan, vars(args)))
+
+
+def given(args: argparse.Namespace, model: Path) -> dict[str, Any]:
+    """What the settings of a trainer are made of. model: where the target is."""
+    return vars(args) | {"model": model, "shards": tuple(args.shards), "plan": make_plan(args)}

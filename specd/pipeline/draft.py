@@ -54,10 +54,10 @@ def grow_chain(
     tokens = host_drafts(plan, device)
     probs: torch.Tensor | None = None
     draws = rule.draws(plan)
-    if not draws:
-        carry = dataclasses.replace(carry, logits=None)
-    state = carry.rows(torch.from_numpy(plan.slots[rows].astype(np.int64)).to(device))
     lengths = plan.num_drafts[rows]
+    state = DraftState(  # only what will be read of it
+        carry.best, carry.logits if draws else None, carry.hidden if lengths.max() > 1 else None
+    ).rows(torch.from_numpy(plan.slots[rows].astype(np.int64)).to(device))
     for depth in range(int(lengths.max())):
         drawn, drawn_probs = state.best, None
         if draws:

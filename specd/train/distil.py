@@ -37,7 +37,7 @@ class DraftSettings:
     """What is trained and how."""
 
     model: Path
-    shards: Path
+    shards: tuple[Path, ...]  # folders
     plan: Plan
     layers: int
 
@@ -49,7 +49,7 @@ def train(settings: DraftSettings) -> dict[str, Any]:
     """
     plan = settings.plan
     with joined(plan.rank_timeout) as ranks, matmul_precision(plan.precision):
-        data = read_shards(settings.shards)
+        data = read_shards(*settings.shards)
         target = read_frozen(settings.model)
         check_data(data, shards=settings.shards, model=settings.model)
         if settings.layers >= target.config.num_layers:

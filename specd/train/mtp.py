@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from specd.errors import ConfigError
-from specd.models.heads import HeadConfig, write_head
+from specd.models.heads import HeadConfig, HeadFile, read_head, write_head
 from specd.train.batches import Batch, draft_vocabulary, follows, make_batch, sequences
 from specd.train.head import HeadInputs, TrainableHead, balance, initial_weights
 from specd.train.parallel import joined
@@ -31,7 +31,7 @@ class MtpSettings:
     """What is trained and how."""
 
     model: Path
-    shards: Path
+    shards: tuple[Path, ...]  # folders
     plan: Plan
     draft_vocab: int = 0  # tokens; 0: all of the target's
     steps: int = 1  # unrolled passes
@@ -42,6 +42,7 @@ class MtpSettings:
     concat: str = "embedding_first"
     feedback: str = "post_norm"
     without: tuple[str, ...] = ()  # of OPTIONAL_PARTS
+    init: Path | None = None  # a head's folder: where the weights begin
 
 
 def train(settings: MtpSettings) -> dict[str, Any]:
@@ -51,7 +52,7 @@ def train(settings: MtpSettings) -> dict[str, Any]:
     """
     plan = settings.plan
     with joined(plan.rank_timeout) as ranks, matmul_precision(plan.precision):
-        data = read_shards(settings.shards)
+        data = read_shards(*settings.shards)
         target = read_frozen(settings.model)
         check_data(data, shards=settings.shards, model=settings.model)
         if settings.draft_vocab > target.vocab_size:
@@ -90,19 +91,25 @@ class HeadTask:
     name = "head"
 
     def __init__(self, settings: MtpSettings, data: Collected, target: FrozenTarget) -> None:
+        config = head_config(settings, target, data.origin.features)
+        first = None if settings.init is None else _first_head(settings.init, config)
         token_ids, coverage = None, 1.0
-        if settings.draft_vocab:
+        if first is not None:
+            token_ids = first.token_ids
+        elif settings.draft_vocab:
             token_ids, coverage = draft_vocabulary(data, settings.draft_vocab, target.vocab_size)
         self.target, self.coverage, self.noise, self.passes = target, coverage, settings.noise, settings.steps
         self.vocabulary = Vocabulary.of(target.lm_head, token_ids)
         self.settings = LossSettings(settings.loss, settings.step_decay, settings.feature_weight)
         self.learned = follows(data) & (self.vocabulary.places[data.best] >= 0)
-        config = head_config(settings, target, data.origin.features)
-        first = make_batch(data, sequences(data, held_out=False)[:1], passes=1, learned=self.learned)
-        sample = HeadInputs(first.tokens[:, 1:], first.features, target.embedding)
-        weights = balance(config, initial_weights(config, target, settings.plan.seed), sample)
+        weights = self._initial(config, data, settings.plan.seed) if first is None else first.weights
         self.model = TrainableHead(config, weights, target.embedding)
         self.summary = f"draft vocabulary of {len(self.vocabulary.rows)} tokens covers {coverage:.4f}"
+
+    def _initial(self, config: HeadConfig, data: Collected, seed: int) -> dict[str, torch.Tensor]:
+        first = make_batch(data, sequences(data, held_out=False)[:1], passes=1, learned=self.learned)
+        sample = HeadInputs(first.tokens[:, 1:], first.features, self.target.embedding)
+        return balance(config, initial_weights(config, self.target, seed), sample)
 
     def loss(self, model: TrainableHead, batch: Batch, generator: torch.Generator) -> torch.Tensor:
         noise = _noise(batch.features, self.noise, generator)
@@ -124,6 +131,16 @@ class HeadTask:
 
     def provenance(self) -> dict[str, Any]:
         return {"draft_vocabulary_coverage": round(self.coverage, 5)}
+
+
+def _first_head(path: Path, config: HeadConfig) -> HeadFile:
+    """Raises ConfigError for a head that is not the one that the settings describe, ModelError for none at all."""
+    file = read_head(path)
+    wanted, found = dataclasses.asdict(config), dataclasses.asdict(file.config)
+    for name, value in wanted.items():
+        if found[name] != value:
+            raise ConfigError(f"--init {path}: its {name} is {found[name]!r}, this run's would be {value!r}")
+    return file
 
 
 def _noise(features: torch.Tensor, strength: float, generator: torch.Generator) -> torch.Tensor | None:

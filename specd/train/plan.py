@@ -59,5 +59,10 @@ def values_of(kind: type, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _named(values: Mapping[str, Any]) -> dict[str, Any]:
-    kept = {name: value for name, value in values.items() if name not in _FREE}
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in kept.items()}
+    return {name: _as_json(value) for name, value in values.items() if name not in _FREE}
+
+
+def _as_json(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return list(value)
+    return str(value) if isinstance(value, Path) else value

@@ -76,9 +76,9 @@ def read_origin(path: Path) -> Origin:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Collected:
-    """A folder of shards in memory; token i of sequence s lies at row starts[s] + i."""
+    """Folders of shards in memory, one behind the other; token i of sequence s lies at row starts[s] + i."""
 
-    origin: Origin
+    origin: Origin  # of the first folder; they differ in corpus and num_shards alone
     fingerprint: str  # of all shards' ids and lengths, for checkpoints and provenance
     ids: torch.Tensor  # i64[N]
     written: torch.Tensor  # bool[N] by the model: learned from
@@ -90,24 +90,23 @@ class Collected:
     held_out: torch.Tensor  # bool[S]
 
 
-def read_shards(folder: Path) -> Collected:
-    """Raises ConfigError when there are none, when some are missing, or when they are not of one run."""
-    paths = sorted(folder.glob(_PATTERN))
-    if not paths:
-        raise ConfigError(f"{folder}: holds no shards; `specd train collect` writes them")
-    origins = {path: read_origin(path) for path in paths}
-    origin = origins[paths[0]]
-    for path, other in origins.items():
-        if other != origin:
-            raise ConfigError(f"{path}: is of another run than {paths[0].name}: {other} and {origin}")
-    if len(paths) != origin.num_shards:
-        raise ConfigError(f"{folder}: has {len(paths)} of {origin.num_shards} shards; run `specd train collect` again")
-    whole = _load(paths)
+def read_shards(*folders: Path) -> Collected:
+    """Raises ConfigError for a folder that has none, lacks some or has those of several runs, and for folders of
+    different targets, features or kernels, or of the same corpus."""
+    found = {folder: _folder_shards(folder) for folder in folders}
+    origins = [origin for _, origin in found.values()]
+    for folder, (_, origin) in found.items():
+        if dataclasses.replace(origins[0], corpus=origin.corpus, num_shards=origin.num_shards) != origin:
+            raise ConfigError(f"{folder}: was not collected like {folders[0]}: {origin} and {origins[0]}")
+    if len({origin.corpus for origin in origins}) < len(folders):
+        raise ConfigError(f"{', '.join(map(str, folders))}: the same text would be learned twice; give other folders")
+    whole = _load([path for paths, _ in found.values() for path in paths])
     lens = whole["lens"].long()
     digest = hashlib.sha256(whole["input_ids"].numpy().tobytes() + whole["lens"].numpy().tobytes())
-    digest.update(orjson.dumps(dataclasses.asdict(origin)))
+    for origin in origins:
+        digest.update(orjson.dumps(dataclasses.asdict(origin)))
     return Collected(
-        origin=origin,
+        origin=origins[0],
         fingerprint=digest.hexdigest(),
         ids=whole["input_ids"].long(),
         written=whole["loss_mask"].bool(),
@@ -118,6 +117,20 @@ def read_shards(folder: Path) -> Collected:
         starts=lens.cumsum(0) - lens,
         held_out=whole["held_out"].bool(),
     )
+
+
+def _folder_shards(folder: Path) -> tuple[list[Path], Origin]:
+    paths = sorted(folder.glob(_PATTERN))
+    if not paths:
+        raise ConfigError(f"{folder}: holds no shards; `specd train collect` writes them")
+    origins = {path: read_origin(path) for path in paths}
+    origin = origins[paths[0]]
+    for path, other in origins.items():
+        if other != origin:
+            raise ConfigError(f"{path}: is of another run than {paths[0].name}: {other} and {origin}")
+    if len(paths) != origin.num_shards:
+        raise ConfigError(f"{folder}: has {len(paths)} of {origin.num_shards} shards; run `specd train collect` again")
+    return paths, origin
 
 
 def _load(paths: list[Path]) -> dict[str, torch.Tensor]:

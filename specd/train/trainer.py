@@ -61,13 +61,14 @@ class Task(Protocol):
         ...
 
 
-def check_data(data: Collected, *, shards: Path, model: Path) -> None:
+def check_data(data: Collected, *, shards: tuple[Path, ...], model: Path) -> None:
     """Raises ConfigError for shards of another target, or with nothing to train on or to hold out."""
+    folders = " ".join(map(str, shards))
     if data.origin.fingerprint != weights_fingerprint(model):
-        raise ConfigError(f"{shards}: were collected from {data.origin.target}, not from {model}")
+        raise ConfigError(f"{folders}: were collected from {data.origin.target}, not from {model}")
     for held_out in (False, True):
         if not sequences(data, held_out=held_out):
-            raise ConfigError(f"{shards}: no sequence is {'held out' if held_out else 'to train on'}")
+            raise ConfigError(f"{folders}: no sequence is {'held out' if held_out else 'to train on'}")
 
 
 @contextlib.contextmanager
