@@ -78,7 +78,10 @@ def _add_mtp(parser: argparse.ArgumentParser) -> None:
     )
     add_numbers(parser, own)
     parser.add_argument(
-        "--init", type=Path, metavar="DIR", help="begin with the weights of this head, of the same sizes and vocabulary"
+        "--init",
+        type=Path,
+        metavar="DIR",
+        help="begin with the weights of this head, which is like this one but for its draft vocabulary",
     )
     parser.add_argument("--loss", choices=("kl", "ce"), default="kl", help="kl (default): the target's distribution")
     parser.add_argument("--concat", choices=("embedding_first", "hidden_first"), default="embedding_first")

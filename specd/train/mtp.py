@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from specd.errors import ConfigError
-from specd.models.heads import HeadConfig, HeadFile, read_head, write_head
+from specd.models.heads import HeadConfig, read_head, write_head
 from specd.train.batches import Batch, draft_vocabulary, follows, make_batch, sequences
 from specd.train.head import HeadInputs, TrainableHead, balance, initial_weights
 from specd.train.parallel import joined
@@ -92,17 +92,17 @@ class HeadTask:
 
     def __init__(self, settings: MtpSettings, data: Collected, target: FrozenTarget) -> None:
         config = head_config(settings, target, data.origin.features)
-        first = None if settings.init is None else _first_head(settings.init, config)
         token_ids, coverage = None, 1.0
-        if first is not None:
-            token_ids = first.token_ids
-        elif settings.draft_vocab:
+        if settings.draft_vocab:
             token_ids, coverage = draft_vocabulary(data, settings.draft_vocab, target.vocab_size)
         self.target, self.coverage, self.noise, self.passes = target, coverage, settings.noise, settings.steps
         self.vocabulary = Vocabulary.of(target.lm_head, token_ids)
         self.settings = LossSettings(settings.loss, settings.step_decay, settings.feature_weight)
         self.learned = follows(data) & (self.vocabulary.places[data.best] >= 0)
-        weights = self._initial(config, data, settings.plan.seed) if first is None else first.weights
+        if settings.init is None:
+            weights = self._initial(config, data, settings.plan.seed)
+        else:
+            weights = _first_weights(settings.init, config)
         self.model = TrainableHead(config, weights, target.embedding)
         self.summary = f"draft vocabulary of {len(self.vocabulary.rows)} tokens covers {coverage:.4f}"
 
@@ -133,14 +133,17 @@ class HeadTask:
         return {"draft_vocabulary_coverage": round(self.coverage, 5)}
 
 
-def _first_head(path: Path, config: HeadConfig) -> HeadFile:
-    """Raises ConfigError for a head that is not the one that the settings describe, ModelError for none at all."""
+def _first_weights(path: Path, config: HeadConfig) -> dict[str, torch.Tensor]:
+    """Of a head that may draft from other tokens. Raises ConfigError for one that differs in more, ModelError for none.
+
+    No weight belongs to a token: the vocabulary is the target's.
+    """
     file = read_head(path)
     wanted, found = dataclasses.asdict(config), dataclasses.asdict(file.config)
     for name, value in wanted.items():
-        if found[name] != value:
+        if found[name] != value and name != "draft_vocab_size":
             raise ConfigError(f"--init {path}: its {name} is {found[name]!r}, this run's would be {value!r}")
-    return file
+    return dict(file.weights)
 
 
 def _noise(features: torch.Tensor, strength: float, generator: torch.Generator) -> torch.Tensor | None:
