@@ -64,7 +64,8 @@ TARGETS = (
     # Over the whole time: with drafts the first answers of a large batch end while the last prompts are computed, so
     # that the time in which all decode has other rows in it than without.
     *(
-        Target(f"speculation on against own plain, {kind}, batch {n}", kind, n, _ALL, _ADAPTIVE, _NONE, at_least=0.98)
+        Target(f"{words} against own plain, {kind}, batch {n}", kind, n, _ALL, ours, _NONE, at_least=0.98)
+        for words, ours in (("n-grams", _ADAPTIVE), ("mtp+ngram", _BOTH))
         for n in (8, 32)
         for kind in ("chat", "copy")
     ),
@@ -133,12 +134,14 @@ def markdown(
         f"`{command}`",
         f"{machine['cpu']}, {machine['cores']} cores, load {machine['load_1min']:.2f} at the start. Medians over "
         f"{len(entries[0]['rounds'])} rounds; ratios within a round, [quartiles]. x: against {against}. tok/s: all "
-        "tokens over the whole time. decode: while no answer of a batch waited for its first token.",
+        "tokens over the whole time. decode: while no answer of a batch waited for its first token. gap: between what "
+        "arrives together.",
         *(f"{name}: {value}" for name, value in built.items() if value),
     ]
     if rows:
         parts.append(_table(("", "ours", "theirs", "ratio", "target", "met"), [_target_row(row) for row in rows]))
-    head = ("side", "tok/s", "x", "decode tok/s", "x", "x own plain", "TTFT ms", "x", "drafts kept", "equal")
+    head = ("side", "tok/s", "x", "decode tok/s", "x", "x own plain", "TTFT ms", "x", "gap ms p50 / p99", "drafts kept")
+    head += (f"equal to {against}", "to own plain")
     for (kind, concurrency), group in itertools.groupby(entries, key=lambda e: (e["kind"], e["concurrency"])):
         members = list(group)
         parts.append(f"### {kind}, {concurrency} at a time, prompts of {members[0]['prompt_tokens']:.0f} tokens")
@@ -153,7 +156,7 @@ def _target_row(row: dict[str, Any]) -> tuple[str, ...]:
 
 def _entry_row(entry: dict[str, Any], against: str) -> tuple[str, ...]:
     median, theirs, own = entry["median"], entry.get(f"ratio to {against}", {}), entry.get("ratio to own plain", {})
-    equal = entry.get(f"answers equal to {against}")
+    equal_theirs, equal_own = (entry.get(f"answers equal to {name}") for name in (against, "own plain"))
     return (
         entry["side"],
         _number(median["tokens_per_s"], 1),
@@ -163,8 +166,9 @@ def _entry_row(entry: dict[str, Any], against: str) -> tuple[str, ...]:
         _spread(own.get(_RATE, {})),
         _number(median["ttft_ms"], 0),
         _number(theirs.get("ttft_ms", {}).get("median")),
+        f"{_number(median['gap_p50_ms'], 1)} / {_number(median['gap_p99_ms'], 1)}",
         _number(median["drafts_kept"]),
-        "" if equal is None else f"{equal}/{entry['answers']}",
+        *("" if equal is None else f"{equal}/{entry['answers']}" for equal in (equal_theirs, equal_own)),
     )
 
 
