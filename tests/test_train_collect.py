@@ -14,18 +14,25 @@ from specd.attention.torch_attention import TorchAttention
 from specd.errors import ConfigError
 from specd.models.registry import load_target
 from specd.train.collect import CollectSettings, Features, collect, grouped
-from specd.train.corpus import SHIPPED, Text, join, read_corpus
+from specd.train.corpus import SHIPPED, Text, corpus_file, join, read_corpus
 from specd.train.shards import read_shards
 from tests.tiny import CPU, make_batch, make_kv
 from tests.training import TORCH, random_texts, tiny_shards, write_corpus
 
 
-def test_shipped_corpus_is_what_its_readme_says() -> None:
-    texts = read_corpus(SHIPPED)
+@pytest.mark.parametrize(
+    ("name", "chats", "tokens", "answers"),
+    [("chats", 2131, 739454, 619007), ("self-prompted", 1800, 724024, 517645)],
+)
+def test_shipped_corpora_are_what_their_readme_says(name: str, chats: int, tokens: int, answers: int) -> None:
+    path = corpus_file(Path(name))
+    texts = read_corpus(path)
     role = np.concatenate([text.role for text in texts])
-    assert (len(texts), len(role), int((role == 2).sum())) == (2131, 739454, 619007)
-    assert [i for i, text in enumerate(texts) if text.held_out] == list(range(0, 2131, 20))
-    assert SHIPPED.stat().st_size < 3_000_000
+    assert (len(texts), len(role), int((role == 2).sum())) == (chats, tokens, answers)
+    assert [i for i, text in enumerate(texts) if text.held_out] == list(range(0, chats, 20))
+    assert path.stat().st_size < 3_000_000
+    assert corpus_file(None) == SHIPPED["chats"]
+    assert corpus_file(Path("else.safetensors")) == Path("else.safetensors")
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,8 @@ def add_collect_options(parser: argparse.ArgumentParser) -> None:
         "--corpus",
         type=Path,
         metavar="FILE",
-        help="safetensors with ids, role and lens; default: the chats of SmolLM2-135M-Instruct that come with specd",
+        help="safetensors with ids, role and lens; or one of SmolLM2-135M-Instruct's own that come with specd: chats (the "
+        "default) or self-prompted",
     )
     source.add_argument(
         "--given",
@@ -90,7 +91,7 @@ def _add_sampling_options(parser: argparse.ArgumentParser) -> None:
 
 def run_collect(args: argparse.Namespace, path: Path) -> int:
     module = importlib.import_module("specd.train.collect")
-    corpus, texts = args.corpus or importlib.import_module("specd.train.corpus").SHIPPED, None
+    corpus, texts = importlib.import_module("specd.train.corpus").corpus_file(args.corpus), None
     if args.given is not None:
         corpus, texts = args.given, _read_given(args, path)
     elif args.self_prompt is not None:

@@ -14,7 +14,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--head", type=Path, required=True, metavar="FOLDER", help="of the head")
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--shards", type=Path, metavar="DIR", help="replay what collect held out")
-    source.add_argument("--corpus", type=Path, metavar="FILE", help="replay what a corpus holds out")
+    source.add_argument(
+        "--corpus", type=Path, metavar="FILE", help="replay what a corpus holds out, as collect names it"
+    )
     parser.add_argument("--tokens", type=int, default=16384, help="held-out tokens that are replayed (default 16384)")
     parser.add_argument("--depth", type=int, default=3, help="drafts of a chain (default 3)")
     parser.add_argument("--chunk-tokens", type=int, default=256, help="tokens of one forward (default 256)")
@@ -29,6 +31,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, path: Path) -> int:
     module = importlib.import_module("specd.train.validate")
+    if args.corpus is not None:
+        args.corpus = importlib.import_module("specd.train.corpus").corpus_file(args.corpus)
     choice = importlib.import_module("specd.models.registry").KernelChoice
     names = ("head", "shards", "corpus", "tokens", "depth", "chunk_tokens", "kv_dtype")
     report = module.validate(

@@ -55,13 +55,13 @@ def grow_chain(
     probs: torch.Tensor | None = None
     draws = rule.draws(plan)
     lengths = plan.num_drafts[rows]
+    sampling = draft_batch(plan, drafter.vocab_size, device, rows) if draws else None
     state = DraftState(  # only what will be read of it
         carry.best, carry.logits if draws else None, carry.hidden if lengths.max() > 1 else None
     ).rows(torch.from_numpy(plan.slots[rows].astype(np.int64)).to(device))
     for depth in range(int(lengths.max())):
         drawn, drawn_probs = state.best, None
-        if draws:
-            sampling = draft_batch(plan, drafter.vocab_size, device, rows)
+        if sampling is not None:
             drawn, drawn_probs = draw_draft(state, sampling, depth, rule=rule.acceptance)
         index = torch.tensor(rows, dtype=torch.int64).to(device)
         tokens[index, depth] = drawn
@@ -72,6 +72,8 @@ def grow_chain(
         going = [i for i, length in enumerate(lengths) if length > depth + 1]
         if going:
             state = _keep(state, going, device)
+            if sampling is not None and len(going) < len(rows):
+                sampling = draft_batch(plan, drafter.vocab_size, device, [rows[i] for i in going])
             rows, lengths = [rows[i] for i in going], lengths[going]
             drawn = drawn[torch.tensor(going, dtype=torch.int64).to(device)]
             state = drafter.extend(drawn, state, _one_token(plan, rows, depth, drafter, device), logits=draws)

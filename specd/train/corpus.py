@@ -1,7 +1,7 @@
 """Token sequences to learn from, each token marked with who wrote it.
 
 A corpus is one safetensors file: `ids` u16 or i32[N], the sequences end to end; `role` u8[N]; `lens` i32[sequences];
-optional `held_out` u8[sequences] (absent: every twentieth sequence). The one that ships with specd lies in `data/`.
+optional `held_out` u8[sequences] (absent: every twentieth sequence). Those that ship with specd lie in `data/`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ from specd.step import indptr
 
 # A template or a written prompt; a user turn and an answer sampled from the model; what others wrote, learned from too.
 GIVEN, USER, ANSWER, OTHERS = 0, 1, 2, 3
-SHIPPED = Path(__file__).parent / "data" / "smollm2_chats.safetensors"
+SHIPPED = {
+    name: Path(__file__).parent / "data" / f"smollm2_{name.replace('-', '_')}.safetensors"
+    for name in ("chats", "self-prompted")
+}
 HELD_OUT_EVERY = 20
 _JOINED_SHARE = 5  # one token in so many comes from joined sequences
 
@@ -34,6 +37,11 @@ class Text:
     ids: npt.NDArray[np.int32]  # [n]
     role: npt.NDArray[np.uint8]  # [n]
     held_out: bool  # never trained on
+
+
+def corpus_file(given: Path | None) -> Path:
+    """A file, or one that ships with specd by its name; None: the first of those."""
+    return SHIPPED["chats"] if given is None else SHIPPED.get(str(given), given)
 
 
 def read_corpus(path: Path) -> list[Text]:

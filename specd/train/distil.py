@@ -11,6 +11,7 @@ Legend: B sequences, L positions, R predicted tokens, H hidden, N query heads, M
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -24,12 +25,11 @@ from specd.models.config import LlamaConfig
 from specd.models.layers import inverse_frequencies, rms_norm, rope_angles, rotate
 from specd.train.batches import Batch, follows
 from specd.train.loss import divergence
-from specd.train.parallel import joined
 from specd.train.plan import Plan
 from specd.train.run import Vocabulary
-from specd.train.shards import Collected, read_shards
-from specd.train.target import FrozenTarget, read_frozen, read_layers
-from specd.train.trainer import Trainer, check_data, matmul_precision
+from specd.train.shards import Collected
+from specd.train.target import FrozenTarget, read_layers
+from specd.train.trainer import run_training
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -43,21 +43,14 @@ class DraftSettings:
 
 
 def train(settings: DraftSettings) -> dict[str, Any]:
-    """Trains to the end, or goes on where the output folder's checkpoint stands. Gives the best held-out figures.
+    """See `run_training`."""
+    return run_training(settings, functools.partial(_task, settings))
 
-    Raises ConfigError, ModelError, and RankError when one of several ranks fails.
-    """
-    plan = settings.plan
-    with joined(plan.rank_timeout) as ranks, matmul_precision(plan.precision):
-        data = read_shards(*settings.shards)
-        target = read_frozen(settings.model)
-        check_data(data, shards=settings.shards, model=settings.model)
-        if settings.layers >= target.config.num_layers:
-            raise ConfigError(f"--layers {settings.layers}: {target.name} has {target.config.num_layers}; give fewer")
-        task = DraftTask(settings, data, target)
-        trainer = Trainer(settings, data, task, ranks)
-        trainer.resume()
-        return trainer.train()
+
+def _task(settings: DraftSettings, data: Collected, target: FrozenTarget) -> DraftTask:
+    if settings.layers >= target.config.num_layers:
+        raise ConfigError(f"--layers {settings.layers}: {target.name} has {target.config.num_layers}; give fewer")
+    return DraftTask(settings, data, target)
 
 
 class TrainableDraft:

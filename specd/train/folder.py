@@ -36,7 +36,9 @@ class RunFolder:
             return
         lines = path.read_bytes().splitlines()
         kept = [line for line in lines if step is not None and orjson.loads(line)["step"] <= step]
-        path.write_bytes(b"".join(line + b"\n" for line in kept))
+        partial = path.with_suffix(".partial")
+        partial.write_bytes(b"".join(line + b"\n" for line in kept))
+        partial.replace(path)
 
     def log(self, record: Mapping[str, Any]) -> None:
         if self._writes:

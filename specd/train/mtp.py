@@ -6,6 +6,7 @@ features -> passes (unrolled) -> divergence from the target in each; the rest is
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,11 @@ from specd.errors import ConfigError
 from specd.models.heads import HeadConfig, read_head, write_head
 from specd.train.batches import Batch, draft_vocabulary, follows, make_batch, sequences
 from specd.train.head import HeadInputs, TrainableHead, balance, initial_weights
-from specd.train.parallel import joined
 from specd.train.plan import Plan
 from specd.train.run import LossSettings, Vocabulary, batch_loss, run_passes
-from specd.train.shards import Collected, read_shards
-from specd.train.target import FrozenTarget, read_frozen
-from specd.train.trainer import Trainer, check_data, matmul_precision
+from specd.train.shards import Collected
+from specd.train.target import FrozenTarget
+from specd.train.trainer import run_training
 
 OPTIONAL_PARTS = ("embedding_norm", "hidden_norm", "input_norm", "output_norm")
 
@@ -46,21 +46,14 @@ class MtpSettings:
 
 
 def train(settings: MtpSettings) -> dict[str, Any]:
-    """Trains to the end, or goes on where the output folder's checkpoint stands. Gives the best held-out figures.
+    """See `run_training`."""
+    return run_training(settings, functools.partial(_task, settings))
 
-    Raises ConfigError, ModelError, and RankError when one of several ranks fails.
-    """
-    plan = settings.plan
-    with joined(plan.rank_timeout) as ranks, matmul_precision(plan.precision):
-        data = read_shards(*settings.shards)
-        target = read_frozen(settings.model)
-        check_data(data, shards=settings.shards, model=settings.model)
-        if settings.draft_vocab > target.vocab_size:
-            raise ConfigError(f"--draft-vocab {settings.draft_vocab}: {target.name} has {target.vocab_size} tokens")
-        task = HeadTask(settings, data, target)
-        trainer = Trainer(settings, data, task, ranks)
-        trainer.resume()
-        return trainer.train()
+
+def _task(settings: MtpSettings, data: Collected, target: FrozenTarget) -> HeadTask:
+    if settings.draft_vocab > target.vocab_size:
+        raise ConfigError(f"--draft-vocab {settings.draft_vocab}: {target.name} has {target.vocab_size} tokens")
+    return HeadTask(settings, data, target)
 
 
 def head_config(settings: MtpSettings, target: FrozenTarget, features: str) -> HeadConfig:

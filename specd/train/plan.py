@@ -35,7 +35,13 @@ class Plan:
 
 
 class Settings(Protocol):
-    """A dataclass: a plan, and what is the trained model's own."""
+    """A dataclass: these, and what is the trained model's own."""
+
+    @property
+    def model(self) -> Path: ...
+
+    @property
+    def shards(self) -> tuple[Path, ...]: ...
 
     @property
     def plan(self) -> Plan: ...

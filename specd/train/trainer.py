@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,12 +24,12 @@ from specd.errors import ConfigError
 from specd.train.batches import Batch, epoch_batches, evenly, follows, make_batch, sequences
 from specd.train.checkpoint import checkpoint_tensors, load_checkpoint, read_state, save_checkpoint
 from specd.train.folder import RunFolder
-from specd.train.parallel import Ranks, check_share, parallel_model
+from specd.train.parallel import Ranks, check_share, joined, parallel_model
 from specd.train.plan import Settings, defaults, identity
 from specd.train.plot import draw
 from specd.train.run import Figures, Vocabulary, add_figures
-from specd.train.shards import Collected
-from specd.train.target import weights_fingerprint
+from specd.train.shards import Collected, read_shards
+from specd.train.target import FrozenTarget, read_frozen, weights_fingerprint
 
 _DRAW_EVERY_S = 60.0
 
@@ -81,6 +81,22 @@ def matmul_precision(precision: str) -> Iterator[None]:
         yield
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+def run_training(settings: Settings, make_task: Callable[[Collected, FrozenTarget], Task]) -> dict[str, Any]:
+    """Trains to the end, or goes on where the output folder's checkpoint stands. Gives the best held-out figures.
+
+    settings also name the target (`model`) and the folders of `shards`. Raises ConfigError, ModelError, and RankError
+    when one of several ranks fails.
+    """
+    plan = settings.plan
+    with joined(plan.rank_timeout) as ranks, matmul_precision(plan.precision):
+        data = read_shards(*settings.shards)
+        target = read_frozen(settings.model)
+        check_data(data, shards=settings.shards, model=settings.model)
+        trainer = Trainer(settings, data, make_task(data, target), ranks)
+        trainer.resume()
+        return trainer.train()
 
 
 def render(record: Mapping[str, Any]) -> str:
