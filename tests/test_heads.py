@@ -184,6 +184,29 @@ def test_chunks_pages_threads_and_levels_do_not_matter(activations: str, quantiz
 
 @needs_kernels
 @pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("feedback", ["post_norm", "pre_norm"])
+@pytest.mark.parametrize("native", [True, False], ids=["native", "torch"])
+def test_the_best_come_with_the_forward(native: bool, feedback: str) -> None:
+    """The same tokens and states as asked for afterwards, of any rows, in any order."""
+    overrides: dict[str, Any] = {"feedback": feedback, "draft_vocab_size": len(DRAFT_IDS)}
+    file = head_file(head_config(**overrides))
+    matrices = 0.5 * normal(VOCABULARY, 40), 0.3 * normal(VOCABULARY, 40, seed=2)
+    head = NativeHead(file, target=native_target()) if native else torch_head(file, *matrices)
+    tokens, states, rows = ids(13), normal(13, head.config.feature_size), torch.tensor([12, 3, 12, 0])
+    batch = make_batch([(9, 9, [0]), (4, 4, [1])])
+    for count in (1, 2):
+        torch.set_num_threads(count)
+        out, fed_back = head.forward(tokens, states, batch, paged(head, num_pages=2, page_size=16), own=False)
+        kv = paged(head, num_pages=2, page_size=16)
+        best, hidden = head.forward_best(tokens, states, batch, kv, rows, own=False)
+        assert torch.equal(best, head.logits(out[rows]).argmax(-1))
+        assert torch.equal(hidden, fed_back[rows])
+        with pytest.raises((ModelError, IndexError)):
+            head.forward_best(tokens, states, batch, kv, torch.tensor([13]), own=False)
+
+
+@needs_kernels
+@pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("activations", ["fast", "exact"])
 def test_batch_mates_do_not_matter(activations: str) -> None:
     """A prefill, a decode and a padded row together, in two orders, against each alone."""

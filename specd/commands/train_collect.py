@@ -22,8 +22,8 @@ def add_collect_options(parser: argparse.ArgumentParser) -> None:
         "--corpus",
         type=Path,
         metavar="FILE",
-        help="safetensors with ids, role and lens; or one of SmolLM2-135M-Instruct's own that come with specd: chats (the "
-        "default) or self-prompted",
+        help="safetensors with ids, role and lens; or one of SmolLM2-135M-Instruct's own that come with specd: chats "
+        "(the default) or self-prompted",
     )
     source.add_argument(
         "--given",

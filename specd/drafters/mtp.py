@@ -28,9 +28,18 @@ class HeadModel(KVOwner, Protocol):
         self, tokens: torch.Tensor, states: torch.Tensor, batch: BatchInfo, kv: PagedKV, *, own: bool
     ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
-    def logits(self, out: torch.Tensor) -> torch.Tensor: ...
+    def forward_best(
+        self,
+        tokens: torch.Tensor,
+        states: torch.Tensor,
+        batch: BatchInfo,
+        kv: PagedKV,
+        rows: torch.Tensor,
+        *,
+        own: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
-    def best(self, out: torch.Tensor) -> torch.Tensor: ...
+    def logits(self, out: torch.Tensor) -> torch.Tensor: ...
 
 
 class MtpDrafter:
@@ -80,8 +89,8 @@ class MtpDrafter:
 
     def extend(self, tokens: torch.Tensor, state: DraftState, batch: BatchInfo, *, logits: bool) -> DraftState:
         assert state.hidden is not None
-        out, fed_back = self._head.forward(tokens, state.hidden, batch, self.kv, own=True)
-        return self._state(out, fed_back, logits)
+        every = torch.arange(len(tokens), device=tokens.device)
+        return self._state(tokens, state.hidden, batch, every, own=True, logits=logits)
 
     def refill(
         self,
@@ -93,10 +102,21 @@ class MtpDrafter:
         logits: bool,
     ) -> DraftState:
         assert features is not None
-        out, fed_back = self._head.forward(tokens, features, batch, self.kv, own=False)
-        return self._state(out[last_rows], fed_back[last_rows], logits)
+        return self._state(tokens, features, batch, last_rows, own=False, logits=logits)
 
-    def _state(self, out: torch.Tensor, fed_back: torch.Tensor, logits: bool) -> DraftState:
-        if logits:
-            return DraftState.of(self._head.logits(out), fed_back)
-        return DraftState(self._head.best(out), hidden=fed_back)
+    def _state(
+        self,
+        tokens: torch.Tensor,
+        states: torch.Tensor,
+        batch: BatchInfo,
+        rows: torch.Tensor,
+        *,
+        own: bool,
+        logits: bool,
+    ) -> DraftState:
+        """After the packed rows i64[B]."""
+        if not logits:
+            best, hidden = self._head.forward_best(tokens, states, batch, self.kv, rows, own=own)
+            return DraftState(best, hidden=hidden)
+        out, fed_back = self._head.forward(tokens, states, batch, self.kv, own=own)
+        return DraftState.of(self._head.logits(out[rows]), fed_back[rows])

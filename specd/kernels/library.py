@@ -17,7 +17,7 @@ import torch  # noqa: F401 - first: its libgomp must be the one that the library
 
 from specd.errors import ConfigError, ModelError
 
-_ABI = 4
+_ABI = 5
 _MODULE = "specd.kernels._native"  # not a Python module: a plain library that is found like one
 MAX_PARTS = 3
 MAX_AUX = 8
@@ -192,6 +192,13 @@ _SIGNATURES: Mapping[str, tuple[object, list[object]]] = {
     "specd_workspace_new": (_POINTER, []),
     "specd_workspace_free": (None, [_POINTER]),
     "specd_forward": (_I32, [_POINTER, ctypes.POINTER(CModel), ctypes.POINTER(CBatch), _POINTER, _I32]),
+    "specd_forward_top": (
+        _I32,
+        [
+            _POINTER, ctypes.POINTER(CModel), ctypes.POINTER(CBatch), _POINTER, _I64, ctypes.POINTER(CTops), _POINTER,
+            _I32,
+        ],
+    ),
     "specd_logits": (_I32, [_POINTER, ctypes.POINTER(CModel), _POINTER, _I64, _POINTER, _POINTER, _I32]),
     "specd_argmax": (_I32, [_POINTER, ctypes.POINTER(CModel), _POINTER, _I64, _POINTER, _POINTER, _POINTER, _I32]),
     "specd_top": (

@@ -247,6 +247,20 @@ class Head:
         out = self._norm("norm", x)
         return out, out if config.feedback == "post_norm" else x
 
+    def forward_best(
+        self,
+        tokens: torch.Tensor,
+        states: torch.Tensor,
+        batch: BatchInfo,
+        kv: PagedKV,
+        rows: torch.Tensor,
+        *,
+        own: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`forward`, then of its rows i64[R]: `best` i64[R], and what the next step gets [R, H]."""
+        out, fed_back = self.forward(tokens, states, batch, kv, own=own)
+        return self.best(out[rows]), fed_back[rows]
+
     def logits(self, out: torch.Tensor) -> torch.Tensor:
         """m [R, H] -> f32[R, V], -inf outside the draft vocabulary."""
         return spread(F.linear(out, self.lm_head).float(), self.token_ids, self.config.vocab_size)

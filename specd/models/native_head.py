@@ -58,6 +58,8 @@ class NativeHead:
             vocab_size=config.vocab_size,
             max_position=config.max_position,
         )
+        # What is fed back is not what the output head reads; without an output norm both are the same numbers.
+        self._two = config.feedback == "pre_norm" and config.output_norm
         self._fusion, self._layer = self._fusion_record(), self._layer_record()
         self._run = NativeRun(self.library, self._model_record(), self.rotary)
 
@@ -65,13 +67,25 @@ class NativeHead:
         self, tokens: torch.Tensor, states: torch.Tensor, batch: BatchInfo, kv: PagedKV, *, own: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Head.forward`. Raises ModelError for a token, position, page or slot that does not exist."""
-        hidden_size = self.config.hidden_size
-        states = states.float().contiguous()
-        assert states.shape == (len(tokens), hidden_size if own else self.config.feature_size), (states.shape, own)
-        # Without an output norm both are the same numbers.
-        two = self.config.feedback == "pre_norm" and self.config.output_norm
-        out, before_norm = self._run.forward(tokens, batch, kv, aux_layers=(1,) if two else (), states=states)
+        states = self._states(tokens, states, own=own)
+        out, before_norm = self._run.forward(tokens, batch, kv, aux_layers=(1,) if self._two else (), states=states)
         return out, out if before_norm is None else before_norm
+
+    def forward_best(
+        self,
+        tokens: torch.Tensor,
+        states: torch.Tensor,
+        batch: BatchInfo,
+        kv: PagedKV,
+        rows: torch.Tensor,
+        *,
+        own: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Head.forward_best`; one call and one parallel region. Raises ModelError as `forward` does."""
+        states = self._states(tokens, states, own=own)
+        aux_layers = (1,) if self._two else ()
+        out, before_norm, best = self._run.forward_best(tokens, batch, kv, rows, aux_layers=aux_layers, states=states)
+        return self._token(best.tokens), (out if before_norm is None else before_norm)[rows]
 
     def logits(self, out: torch.Tensor) -> torch.Tensor:
         """m [R, H] -> f32[R, V], -inf outside the draft vocabulary."""
@@ -79,14 +93,22 @@ class NativeHead:
 
     def best(self, out: torch.Tensor) -> torch.Tensor:
         """m [R, H] -> i64[R]: the most likely tokens."""
-        places = self._run.best(out).tokens
-        return places if self.token_ids is None else self.token_ids[places]
+        return self._token(self._run.best(out).tokens)
 
     def weight_bytes(self) -> int:
         """Of its own weights: the embedding is the target's, and so is a whole lm_head."""
         own = list(self.matrices.values()) + ([] if self.token_ids is None else [self.lm_head])
         norms = [vector for name, vector in self.vectors.items() if name.endswith("norm.weight")]
         return sum(matrix.nbytes for matrix in own) + sum(vector.nbytes for vector in norms)
+
+    def _states(self, tokens: torch.Tensor, states: torch.Tensor, *, own: bool) -> torch.Tensor:
+        width = self.config.hidden_size if own else self.config.feature_size
+        assert states.shape == (len(tokens), width), (states.shape, own)
+        return states.float().contiguous()
+
+    def _token(self, places: torch.Tensor) -> torch.Tensor:
+        """Places in the draft vocabulary -> tokens."""
+        return places if self.token_ids is None else self.token_ids[places]
 
     def _packed(
         self, weights: Mapping[str, torch.Tensor], memory: WeightMemory, quantize: str

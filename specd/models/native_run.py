@@ -6,11 +6,12 @@ Legend: T packed tokens, R logits rows, H hidden, V logits width.
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 from collections.abc import Sequence
 
 import torch
 
-from specd.kernels.library import CBatch, CModel, Library, Workspace, compute_lock
+from specd.kernels.library import CBatch, CModel, CTops, Library, Workspace, compute_lock
 from specd.kernels.pack import address
 from specd.kv import PagedKV
 from specd.models.config import RopeConfig
@@ -40,6 +41,16 @@ class RotaryTable:
         return self.cosines, self.sines
 
 
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class _Call:
+    """A forward's record and what it writes."""
+
+    record: CBatch
+    hidden: torch.Tensor
+    aux: torch.Tensor | None
+    kept: tuple[object, ...]  # what the record points to, beside the batch
+
+
 class NativeRun:
     """A model's record, and scratch of its own. The owner keeps alive what the record points to.
 
@@ -64,6 +75,55 @@ class NativeRun:
 
         Raises ModelError for a token, position, page or slot that does not exist.
         """
+        out = self._record(tokens, batch, kv, aux_layers, states)
+        with compute_lock:
+            status = self.library.c.specd_forward(
+                self.library.functions,
+                ctypes.byref(self.model),
+                ctypes.byref(out.record),
+                self._workspace.pointer,
+                torch.get_num_threads(),
+            )
+        self.library.check(status)
+        return out.hidden, out.aux
+
+    def forward_best(
+        self,
+        tokens: torch.Tensor,
+        batch: BatchInfo,
+        kv: PagedKV,
+        rows: torch.Tensor,
+        *,
+        aux_layers: Sequence[int] = (),
+        states: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, BestTokens]:
+        """`forward`, and `best` of the hidden rows i64[R], in one call and one parallel region: the same bits."""
+        out = self._record(tokens, batch, kv, aux_layers, states)
+        rows = rows.contiguous()
+        best = BestTokens(torch.empty(len(rows)), torch.empty(len(rows), dtype=torch.int64))
+        tops = CTops(values=address(best.values), places=address(best.tokens), lse=None, k=1)
+        with compute_lock:
+            status = self.library.c.specd_forward_top(
+                self.library.functions,
+                ctypes.byref(self.model),
+                ctypes.byref(out.record),
+                address(rows),
+                len(rows),
+                ctypes.byref(tops),
+                self._workspace.pointer,
+                torch.get_num_threads(),
+            )
+        self.library.check(status)
+        return out.hidden, out.aux, best
+
+    def _record(
+        self,
+        tokens: torch.Tensor,
+        batch: BatchInfo,
+        kv: PagedKV,
+        aux_layers: Sequence[int],
+        states: torch.Tensor | None,
+    ) -> _Call:
         hidden_size = self.model.hidden
         hidden = torch.empty((len(tokens), hidden_size))
         aux = torch.empty((len(tokens), len(aux_layers) * hidden_size)) if aux_layers else None
@@ -97,16 +157,7 @@ class NativeRun:
             state_width=0 if states is None else states.shape[1],
         )
         record.aux_layers[: len(aux_layers)] = tuple(aux_layers)
-        with compute_lock:
-            status = self.library.c.specd_forward(
-                self.library.functions,
-                ctypes.byref(self.model),
-                ctypes.byref(record),
-                self._workspace.pointer,
-                torch.get_num_threads(),
-            )
-        self.library.check(status)
-        return hidden, aux
+        return _Call(record, hidden, aux, (tokens, layers, cosines, sines, parents, states))
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [R, H] after the final norm -> f32[R, V]; V counts padding rows of the head."""

@@ -235,6 +235,26 @@ static void check_top(const specd_kernels *level, const specd_model *model, cons
     }
 }
 
+/* values, places: the best logit of every row. */
+static void check_forward_top(const specd_kernels *level, const specd_model *model, const specd_batch *batch,
+                              const float *values, const int64_t *places, specd_workspace *workspace, int threads) {
+    int64_t last = batch->num_tokens - 1, rows[3] = {last, 0, last}, found[3];
+    float peaks[3];
+    specd_tops tops = {peaks, found, NULL, 1};
+    if (specd_forward_top(level, model, batch, rows, 3, &tops, workspace, threads) != SPECD_OK) fail("forward top");
+    for (int i = 0; i < 3; i++) {
+        if (found[i] != places[rows[i]] || peaks[i] != values[rows[i]]) fail("the best after a forward");
+    }
+    if (specd_forward_top(level, model, batch, rows, 0, &tops, workspace, threads) != SPECD_OK) fail("no rows");
+    rows[1] = last + 1;
+    int status = specd_forward_top(level, model, batch, rows, 3, &tops, workspace, threads);
+    if (status != SPECD_BAD_ARGUMENT) fail("bad row");
+    rows[1] = 0;
+    tops.k = 0;
+    status = specd_forward_top(level, model, batch, rows, 3, &tops, workspace, threads);
+    if (status != SPECD_BAD_ARGUMENT) fail("bad k after a forward");
+}
+
 /* state_width: 0, or of the states that a head reads. */
 static void check_forward(int32_t activations, int32_t kv_kind, int tree, int64_t state_width) {
     specd_model model = make_model(activations, state_width ? make_fusion() : NULL);
@@ -273,6 +293,7 @@ static void check_forward(int32_t activations, int32_t kv_kind, int tree, int64_
                 if (!isfinite(values[t])) fail("finite");
             }
             check_top(specd_level(name), &model, first, logits, tokens, workspace, threads);
+            check_forward_top(specd_level(name), &model, &batch, values, places, workspace, threads);
             specd_workspace_free(workspace);
         }
     }

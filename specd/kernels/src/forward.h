@@ -27,10 +27,10 @@ static void embed_rows(Job *job, Range rows) {
     }
 }
 
-/* Rows of `from`, `width` floats each, into `in`. */
-static void take_rows(const Inputs *in, const float *from, int64_t width, int needs, Range rows) {
+/* Rows of `from`, `width` floats each, into `in`; `which` of them, or NULL: in their own order. */
+static void take_rows(const Inputs *in, const float *from, const int64_t *which, int64_t width, int needs, Range rows) {
     for (long t = rows.first; t < rows.last; t++) {
-        memcpy(in->x + t * in->columns, from + t * width, (size_t)width * sizeof(float));
+        memcpy(in->x + t * in->columns, from + (which ? which[t] : t) * width, (size_t)width * sizeof(float));
         prepare_row(in, t, width, needs);
     }
 }
@@ -56,7 +56,8 @@ static void fuse_rows(Job *job, Range rows, int thread, int threads) {
     const float *states = job->batch->states;
     int32_t mode = model->activations;
     if (job->batch->state_width != model->hidden) {
-        take_rows(&job->states, states, job->batch->state_width, needs_of_linear(&fusion->features, mode), rows);
+        int needs = needs_of_linear(&fusion->features, mode);
+        take_rows(&job->states, states, NULL, job->batch->state_width, needs, rows);
         specd_team_wait(&job->team, threads);
         run_linear(&fusion->features, mode, &job->states, job->num_rows, STORE, job->x, model->hidden, thread, threads);
         specd_team_wait(&job->team, threads);
@@ -242,7 +243,7 @@ static void run_forward(Job *job, int thread, int threads) {
 }
 
 static void take_input(Job *job, int64_t width, int needs, int thread, int threads) {
-    take_rows(&job->narrow, job->input, width, needs, share(job->num_rows, thread, threads));
+    take_rows(&job->narrow, job->input, job->rows, width, needs, share(job->num_rows, thread, threads));
     specd_team_wait(&job->team, threads);
 }
 

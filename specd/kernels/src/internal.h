@@ -52,7 +52,10 @@ typedef struct {
     _Alignas(64) atomic_uint generation;
 } Team;
 
-typedef struct {
+typedef struct Job Job;
+
+struct Job {
+    const specd_kernels *kernels; /* of a forward */
     const specd_model *model;
     const specd_batch *batch;
     const specd_linear *linear; /* of specd_linear_rows */
@@ -72,6 +75,8 @@ typedef struct {
     AttendScratch *scratch; /* [threads] */
     atomic_llong *next;     /* [layers] next item of attention nobody has taken */
     const float *input;     /* logits, top, linear: [rows, columns] */
+    const int64_t *rows;    /* [R] which of them, NULL: the first R */
+    Job *after;             /* of a forward: what is asked of its rows at once, or NULL */
     float *output;
     int32_t activations; /* of specd_linear_rows */
     const specd_tops *tops;
@@ -86,7 +91,7 @@ typedef struct {
     const specd_draws *draws;
     float *scratch_floats; /* of drawing, all threads' */
     Team team;
-} Job;
+};
 
 typedef void (*Phase)(Job *job, int thread, int threads);
 

@@ -14,7 +14,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define SPECD_ABI 4
+#define SPECD_ABI 5
 
 enum { SPECD_STRIP = 16, SPECD_GROUP = 32, SPECD_SEGMENT = 64, SPECD_TOP_SEGMENT = 256, SPECD_MAX_AUX = 8 };
 
@@ -216,6 +216,10 @@ void specd_workspace_free(specd_workspace *workspace);
 /* Every layer over the batch; writes keys and values, then batch->hidden and batch->aux. */
 int specd_forward(const specd_kernels *kernels, const specd_model *model, const specd_batch *batch,
                   specd_workspace *workspace, int32_t threads);
+/* The same, and in the same parallel region what specd_top gives of the hidden rows `rows` [num_rows]. */
+int specd_forward_top(const specd_kernels *kernels, const specd_model *model, const specd_batch *batch,
+                      const int64_t *rows, int64_t num_rows, const specd_tops *tops, specd_workspace *workspace,
+                      int32_t threads);
 /* hidden [num_rows, H] -> logits [num_rows, V]. */
 int specd_logits(const specd_kernels *kernels, const specd_model *model, const float *hidden, int64_t num_rows,
                  float *logits, specd_workspace *workspace, int32_t threads);
