@@ -25,6 +25,7 @@ from specd.drafters.registry import (
     settle,
 )
 from specd.errors import ConfigError, DraftError
+from specd.grammar import Grammars
 from specd.kv import PagedFeatures
 from specd.models.base import Model, kv_slot_bytes, make_kv
 from specd.models.borrowed import is_borrowing
@@ -36,6 +37,7 @@ from specd.pipeline.accept import AcceptStage
 from specd.pipeline.counters import Counters
 from specd.pipeline.draft import DraftRule, DraftStage
 from specd.pipeline.draft_length import AdaptiveLength, DraftLength, FixedLength
+from specd.pipeline.masks import MaskStage
 from specd.pipeline.refill import RefillStage
 from specd.pipeline.schedule import Limits, Scheduler
 from specd.pipeline.verify import VerifyStage
@@ -57,10 +59,12 @@ class Parts:
     config: Config
     info: EngineInfo
     tokenizer: Tokenizer
+    grammars: Grammars
     device: Device
     scheduler: Scheduler
     draft: DraftStage
     verify: VerifyStage
+    masks: MaskStage
     accept: AcceptStage
     refill: RefillStage | None
     drafter: Drafter | None
@@ -128,21 +132,25 @@ def build(
             max_tokens=config.scheduler.max_tokens,
             mixed=config.scheduler.mixed,
             pad_proposals=config.speculation.draft_len != "adaptive",
+            priority_ageing_s=config.scheduler.priority_ageing_s,
         ),
         traits=traits,
         length=_length(config),
         counters=Counters(max_draft),
     )
+    info = _info(config, choice, target, drafter, tokenizer, pool, max_len, max_draft)
     return Parts(
         config=config,
-        info=_info(config, choice, target, drafter, tokenizer, pool, max_len, max_draft),
+        info=info,
         tokenizer=tokenizer,
+        grammars=Grammars(tokenizer, vocab_size=info.vocab_size, eos_ids=info.eos_ids),
         device=device,
         scheduler=scheduler,
         draft=DraftStage(drafter, device, rule=rule),
         verify=VerifyStage(
             target.model, kv, device, features=features, wanted=None if traits is None else traits.features
         ),
+        masks=MaskStage(device, vocab_size=info.vocab_size),
         accept=AcceptStage(device, rule=config.speculation.acceptance, settings=settings),
         refill=None if drafter is None else RefillStage(drafter, device, features=features, rule=rule),
         drafter=drafter,

@@ -14,7 +14,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TypeAlias
 
-from specd.commands import train
+from specd.commands import ctl_options, train
 from specd.commands.settings import add_settings
 from specd.errors import ConfigError, DraftError, FetchError, ModelError, SpecdError
 
@@ -122,23 +122,7 @@ def _add_fetch(commands: _Commands) -> None:
 
 def _add_ctl(commands: _Commands) -> None:
     parser = commands.add_parser("ctl", help="ask a running daemon over its control socket")
-    parser.add_argument("--socket", help="path of the control socket; default: as configured")
-    parser.add_argument("--instance", help="the systemd instance NAME: /run/specd/NAME/admin.sock")
-    parser.add_argument("--config", type=Path, metavar="FILE", help="the daemon's configuration, for admin.socket")
-    parser.add_argument("--json", action="store_true", help="print the reply as JSON")
-    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
-    verbs.add_parser("status", help="what is served, its state, and counts since the start")
-    verbs.add_parser("requests", help="live requests and their ids; never their text")
-    trace = verbs.add_parser("trace", help="the stage timeline as Chrome trace JSON (Perfetto, chrome://tracing)")
-    trace.add_argument("--seconds", type=float, default=5.0, help="how far back (default 5)")
-    trace.add_argument("-o", "--output", type=Path, metavar="FILE", help="default: standard output")
-    shutdown = verbs.add_parser("shutdown", help="drain and stop, as SIGTERM does")
-    shutdown.add_argument("--now", action="store_true", help="do not drain")
-    shutdown.add_argument(
-        "--timeout", type=float, metavar="SECONDS", help="drain at most so long; default: as configured"
-    )
-    for verb in verbs.choices.values():  # before the verb or after it; without a default, which would undo the former
-        verb.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="print the reply as JSON")
+    ctl_options.add_verbs(parser)
     parser.set_defaults(module="ctl")
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from specd.errors import NonFiniteLogitsError, SpecdError
+from specd.errors import GrammarError, NonFiniteLogitsError, SpecdError
 from specd.request import FinishReason, SequenceDelta, TokenLogprob, TokenOrigin
 from specd.sequence import Sequence
 from specd.step import AcceptanceReport, DraftSource
@@ -23,6 +23,7 @@ class RowReport:
     num_drafts: int
     failed: bool
     logprobs: tuple[TokenLogprob, ...] | None  # one per token, when the row asked
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()  # of the prompt tokens after those that the row computed
 
 
 def row_report(report: AcceptanceReport, row: int, *, num_drafts: int, num_logprobs: int | None) -> RowReport:
@@ -44,15 +45,19 @@ def _logprob(report: AcceptanceReport, row: int, position: int, token: int, coun
     return TokenLogprob(token, float(report.logprobs[row, position]), top)
 
 
-def commit(sequence: Sequence, row: RowReport, *, source: DraftSource, step: int) -> SequenceDelta:
+def commit(
+    sequence: Sequence, row: RowReport, *, source: DraftSource, step: int, num_predicted: int = 0
+) -> SequenceDelta:
     """Appends a row's tokens to its sequence until one of them ends it.
 
+    num_predicted: of the row's planned drafts, the leading ones that are out of the request's prediction.
     Modifies tokens, text state and counts of the sequence, nothing else: pages and KV lengths are the scheduler's.
     """
     if row.failed:
-        return failure(sequence, NonFiniteLogitsError("the model's output for this request was not finite"))
+        return failure(sequence, _why_failed(sequence))
     text: list[str] = []
     emitted = 0
+    scored = sequence.num_output == 0 and sequence.sampling.prompt_logprobs is not None
     finish: FinishReason | None = None
     stop_reason: str | int | None = None
     for token in row.tokens:
@@ -62,13 +67,16 @@ def commit(sequence: Sequence, row: RowReport, *, source: DraftSource, step: int
         text.append(piece)
         if finish is not None:
             break
-    if sequence.proposer is not None:
-        sequence.proposer.extend(row.tokens[:emitted])
+        if sequence.grammar is not None:
+            sequence.grammar.advance(token)
+    for proposer in sequence.proposers:
+        proposer.extend(row.tokens[:emitted])
     if row.num_drafts:
         sequence.speculation.record(
             drafted=row.num_drafts,
             accepted=min(row.num_accepted, emitted),
             detailed=sequence.request.speculation.detail == "detailed",
+            predicted=min(num_predicted, row.num_drafts),
         )
     return SequenceDelta(
         request_id=sequence.request.request_id,
@@ -79,7 +87,17 @@ def commit(sequence: Sequence, row: RowReport, *, source: DraftSource, step: int
         origins=tuple((_origin(row, source, i), step, i) for i in range(emitted)),
         finish_reason=finish,
         stop_reason=stop_reason,
-        stats=sequence.stats() if finish is not None else None,
+        prompt_logprobs=tuple(sequence.prompt_logprobs) if scored else None,
+        stats=sequence.stats() if finish is not None or sequence.request.running_stats else None,
+    )
+
+
+def _why_failed(sequence: Sequence) -> SpecdError:
+    if sequence.grammar is None:
+        return NonFiniteLogitsError("the model's output for this request was not finite")
+    return sequence.grammar.failure or GrammarError(
+        "no token can follow: the grammar and the other parameters (min_tokens, allowed_token_ids, bad_words) leave "
+        "none, or the model's output was not finite"
     )
 
 
@@ -90,7 +108,9 @@ def failure(sequence: Sequence, error: SpecdError) -> SequenceDelta:
 
 def abortion(sequence: Sequence) -> SequenceDelta:
     """The last delta of a sequence that nobody wants any more."""
-    return _end(sequence, FinishReason.ABORT, None)
+    text, _ = sequence.matcher.push(sequence.detokenizer.flush())
+    text += sequence.matcher.flush()
+    return dataclasses.replace(_end(sequence, FinishReason.ABORT, sequence.abort_error), text=text)
 
 
 def _end(sequence: Sequence, reason: FinishReason, error: SpecdError | None) -> SequenceDelta:

@@ -91,6 +91,12 @@ def _check_names(value: tuple[str, ...]) -> None:
             raise ConfigError("holds an empty name")
 
 
+def _check_origins(value: tuple[str, ...]) -> None:
+    for origin in value:
+        if origin != "*" and re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s]+", origin) is None:
+            raise ConfigError(f"{origin!r} is not an origin; write scheme://host[:port] without a path, or *")
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class ServerConfig:
     """The HTTP listener and its limits."""
@@ -104,21 +110,40 @@ class ServerConfig:
         check=_check_names,
     )
     api_keys_file: str = option(
-        "", "File with one API key a line; empty: no keys are asked for.", flag="--api-key-file"
+        "",
+        "File with one API key a line, read again by a reload; empty: no keys are asked for.",
+        flag="--api-key-file",
+        reloadable=True,
     )
     drain_timeout_s: float = option(
         60.0, "How long accepted requests may go on after SIGTERM.", unit="s", low=0, high=86400, reloadable=True
     )
-    max_body_bytes: int = option(
-        32 << 20, "Largest request body.", unit="bytes", low=1 << 10, high=1 << 31, reloadable=True
-    )
+    max_body_bytes: int = option(32 << 20, "Largest request body.", unit="bytes", low=1 << 10, high=1 << 31)
     keep_alive_s: float = option(
-        15.0, "Silence in a stream before a comment is sent to keep it open.", unit="s", low=0.1, high=3600
+        15.0,
+        "Silence in a stream before a comment is sent to keep it open.",
+        unit="s",
+        low=0.1,
+        high=3600,
+        reloadable=True,
     )
     max_choices: int = option(16, "Largest `n` of a request.", low=1, high=128, reloadable=True)
     max_stop: int = option(4, "Most stop strings of a request.", low=1, high=64, reloadable=True)
     max_logprobs: int = option(20, "Most alternatives in logprobs.", low=0, high=100, reloadable=True)
     max_prompts: int = option(1024, "Most prompts in one completions request.", low=1, high=65536, reloadable=True)
+    cors_origins: tuple[str, ...] = option(
+        (),
+        'Origins whose pages may call the API from a browser, such as "https://chat.example.org", or "*"; empty: none.',
+        check=_check_origins,
+    )
+    slow_client_timeout_s: float = option(
+        30.0,
+        "A stream ends when its client has read nothing for so long.",
+        unit="s",
+        low=0.1,
+        high=3600,
+        reloadable=True,
+    )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -227,6 +252,60 @@ class SchedulerConfig:
     max_waiting: int = option(
         1024, "Requests that may wait; one more is answered 429.", low=1, high=1 << 20, reloadable=True
     )
+    max_waiting_tokens: int = option(
+        0,
+        "Prompt tokens that may wait, beyond them 429; 0: no limit.",
+        unit="tokens",
+        low=0,
+        high=1 << 31,
+        reloadable=True,
+    )
+    max_requests_per_key: int = option(
+        0,
+        "Requests of one API key that may wait or run, beyond them 429; 0: no limit. Without keys all clients are one.",
+        low=0,
+        high=1 << 20,
+        reloadable=True,
+    )
+    max_waiting_tokens_per_key: int = option(
+        0,
+        "Prompt tokens of one API key that may wait, beyond them 429; 0: no limit.",
+        unit="tokens",
+        low=0,
+        high=1 << 31,
+        reloadable=True,
+    )
+    priority_ageing_s: float = option(
+        10.0,
+        "Waiting that one level of `priority` is worth: a request overtakes what came that long before it.",
+        unit="s",
+        low=0.001,
+        high=3600,
+    )
+    queue_timeout_s: float = option(
+        0.0,
+        "A request without a first token after so long is answered 503; 0: never.",
+        unit="s",
+        low=0,
+        high=86400,
+        reloadable=True,
+    )
+    request_timeout_s: float = option(
+        0.0,
+        "A request that takes longer is ended; 0: never. The header x-request-timeout may ask for less.",
+        unit="s",
+        low=0,
+        high=86400,
+        reloadable=True,
+    )
+    stall_timeout_s: float = option(
+        60.0,
+        "A step that takes longer is a hang: /health/live says so and systemd's watchdog is not fed.",
+        unit="s",
+        low=1,
+        high=86400,
+        reloadable=True,
+    )
     mixed: Literal["speculate", "plain"] = option(
         "speculate", "Whether decode rows speculate in a batch that also holds prompt rows."
     )
@@ -263,6 +342,15 @@ class AdminConfig:
         "",
         "Path of the control socket; empty: $RUNTIME_DIRECTORY/admin.sock, else $XDG_RUNTIME_DIR/specd/admin.sock, "
         "else specd-UID/admin.sock in the folder for temporary files.",
+    )
+    admins: tuple[str, ...] = option(
+        (), "Users (names or uids) who may do everything, besides root and the daemon's own.", reloadable=True
+    )
+    operator_group: str = option(
+        "",
+        "Group (name or gid) whose members may do everything but dump, keys and shutdown; the socket file is given to "
+        "it at start. Everybody else who can open the socket may look.",
+        reloadable=True,
     )
 
 

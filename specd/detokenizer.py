@@ -42,10 +42,11 @@ class SizedTokenBytes(TokenBytes, Protocol):
 class PaddedTokens:
     """Bytes of every id that a model can emit: a head may be padded past the vocabulary, and padding has no text."""
 
-    def __init__(self, tokenizer: SizedTokenBytes) -> None:
+    def __init__(self, tokenizer: SizedTokenBytes, *, keep_space: bool = False) -> None:
+        """keep_space: also of the first word, because a grammar asked for it."""
         self._tokenizer = tokenizer
         self.special_ids = tokenizer.special_ids
-        self.leading_space = tokenizer.leading_space
+        self.leading_space = LeadingSpace.KEEP if keep_space else tokenizer.leading_space
 
     def token_bytes(self, token_id: int) -> bytes:
         return self._tokenizer.token_bytes(token_id) if token_id < self._tokenizer.vocab_size else b""

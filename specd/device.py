@@ -215,7 +215,8 @@ class Device:
     """The streams of the five stages, and where their tensors live.
 
     layout: "single" one stream for all (the default on a CPU: the cores are shared anyway), "paired" draft + refill and
-    verify + accept, "stages" one each.
+    verify + accept, "stages" one each. The masks of grammars have a stream of their own in each: host work, done while
+    verify runs.
     """
 
     def __init__(
@@ -238,7 +239,7 @@ class Device:
         return fresh_upload(self.torch_device) if self.frames is None else self.frames.of(step)
 
     def stream(self, stage: str) -> Stream:
-        """stage: "draft", "verify", "accept" or "refill"."""
+        """stage: "draft", "verify", "masks", "accept" or "refill"."""
         return self._streams[stage]
 
     def close(self) -> None:
@@ -247,9 +248,9 @@ class Device:
 
 
 _LAYOUTS = {
-    "single": {"draft": "compute", "verify": "compute", "accept": "compute", "refill": "compute"},
-    "paired": {"draft": "draft", "verify": "target", "accept": "target", "refill": "draft"},
-    "stages": {"draft": "draft", "verify": "verify", "accept": "accept", "refill": "refill"},
+    "single": {"draft": "compute", "verify": "compute", "accept": "compute", "refill": "compute", "masks": "masks"},
+    "paired": {"draft": "draft", "verify": "target", "accept": "target", "refill": "draft", "masks": "masks"},
+    "stages": {"draft": "draft", "verify": "verify", "accept": "accept", "refill": "refill", "masks": "masks"},
 }
 
 
@@ -265,7 +266,7 @@ def cpu_device(*, layout: str, threads: int, timeline: Timeline, overlaps: bool 
     """
     names = set(_LAYOUTS[layout].values())
     # Paired streams compute at the same time; with one stream a stage accept and refill are short, so two still share.
-    share = max(1, threads // min(2, len(names)))
+    share = max(1, threads // min(2, len(names) - 1))  # masks have no use for torch's threads; the number is global
     streams = {name: ThreadStream(name, timeline, share) for name in sorted(names)}
     return Device(
         torch.device("cpu"),

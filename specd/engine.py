@@ -9,60 +9,38 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import AsyncIterator
+from collections.abc import Sequence as Items
 from typing import Any
 
+from specd.admission import Admission
 from specd.assembly import Parts, assemble
-from specd.config import Config
+from specd.config import Config, SchedulerConfig
+from specd.deadlines import Deadlines
+from specd.deltas import TokenStream
 from specd.device import Device
-from specd.errors import DrainingError, EngineError, QueueFullError, RequestError
+from specd.errors import DrainingError, EngineError, RequestError, ShutdownError, SpecdError
 from specd.log import get_logger
 from specd.pages import BlockKeys
 from specd.pipeline.counters import Counters
+from specd.pipeline.length_override import LengthOverride
 from specd.pipeline.loop import Pipeline
-from specd.proposers.ngram import NgramProposer
-from specd.request import FinishReason, Request, SequenceDelta
+from specd.proposers.choose import proposers_of
+from specd.request import FinishReason, Grammar, Request, SequenceDelta
 from specd.selfcheck import self_check, warm_up
 from specd.sequence import Phase, Sequence
-from specd.status import EngineInfo, EngineState, EngineStats, RequestStatus
+from specd.snapshot import kv_status, live_sequences, request_detail, request_status
+from specd.status import (
+    EngineInfo,
+    EngineState,
+    EngineStats,
+    KVStatus,
+    LengthPolicy,
+    RequestDetail,
+    RequestStatus,
+)
 from specd.text import Detokenizer, PaddedTokens, Tokenizer
 
 log = get_logger(__name__)
-
-
-class TokenStream(AsyncIterator[SequenceDelta]):
-    """The deltas of one request, all choices interleaved. Closing it early, or cancelling its reader, aborts."""
-
-    def __init__(self, engine: Engine, request: Request) -> None:
-        self.request = request
-        self.left = request.n  # choices without a finish_reason yet
-        self._engine = engine
-        self._queue: asyncio.Queue[SequenceDelta] = asyncio.Queue()
-        self._unread = request.n  # choices whose last delta has not been read
-
-    def put(self, delta: SequenceDelta) -> None:
-        self._queue.put_nowait(delta)
-
-    def __aiter__(self) -> TokenStream:
-        return self
-
-    async def __anext__(self) -> SequenceDelta:
-        if self._unread <= 0:
-            raise StopAsyncIteration
-        try:
-            delta = await self._queue.get()
-        except asyncio.CancelledError:
-            self._engine.abort(self.request.request_id)
-            raise
-        if delta.finish_reason is not None:
-            self._unread -= 1
-        return delta
-
-    async def aclose(self) -> None:
-        """Aborts what has not finished; without effect afterwards."""
-        if self.left:
-            self._engine.abort(self.request.request_id)
-        self._unread = 0
 
 
 class _Live:
@@ -83,6 +61,9 @@ class Engine:
         self.tokenizer: Tokenizer = parts.tokenizer
         self._parts = parts
         self._scheduler = parts.scheduler
+        self._limits = parts.config.scheduler
+        self._admission = Admission(parts.scheduler.waiting)
+        self._deadlines = Deadlines(self.abort)
         self._secret = os.urandom(32)
         self._live: dict[str, _Live] = {}
         self._state = EngineState.LOADING
@@ -95,11 +76,13 @@ class Engine:
             device=parts.device,
             draft=parts.draft,
             verify=parts.verify,
+            masks=parts.masks,
             accept=parts.accept,
             refill=parts.refill,
             make_carry=None if parts.drafter is None else parts.make_carry,
             publish=self._publish,
         )
+        self._length = LengthOverride(parts.scheduler, parts.config, self.info)
         self._task = asyncio.get_running_loop().create_task(self._run(), name="specd-pipeline")
 
     @classmethod
@@ -135,26 +118,41 @@ class Engine:
 
     # ---------------------------------------------------------------- requests
 
+    async def prepare_grammar(self, grammar: Grammar) -> None:
+        """Compiles a grammar, which `submit` then takes. Raises RequestError, QueueFullError or EngineError."""
+        await self._parts.grammars.prepare(grammar)
+
     def submit(self, request: Request) -> TokenStream:
         """Accepts a request at once. Raises RequestError, QueueFullError, DrainingError or EngineError."""
         self._check(request)
-        stream = TokenStream(self, request)
+        self.admit(request.tenant, (request,))
+        stream = TokenStream(request, self.abort)
         sequences = [self._sequence(request, index) for index in range(request.n)]
         self._live[request.request_id] = _Live(stream, sequences)
         self._accepted += 1
+        self._admission.begin(request)
+        self._deadlines.begin(request, sequences, self._limits)
         self._idle.clear()
         for sequence in sequences:
             self._scheduler.add(sequence)
         self._pipeline.wake()
         return stream
 
-    def abort(self, request_id: str) -> bool:
-        """Ends a live request; its pages are free before the next step. False when there is none of that name."""
+    def admit(self, tenant: bytes, requests: Items[Request] = ()) -> None:
+        """Raises QueueFullError or RateLimitError unless all of them (none: one more) would be accepted now."""
+        self._admission.check(self._limits, tenant, requests)
+
+    def abort(self, request_id: str, error: SpecdError | None = None) -> bool:
+        """Ends a live request; its pages are free before the next step. False when there is none of that name.
+
+        error: what its stream says of it; None when the client itself has gone.
+        """
         live = self._live.get(request_id)
         if live is None:
             return False
         for sequence in live.sequences:
             sequence.abort_requested = sequence.phase is not Phase.FINISHED
+            sequence.abort_error = sequence.abort_error or error
         self._pipeline.wake()
         return True
 
@@ -167,9 +165,6 @@ class Engine:
             raise RequestError(
                 f"a request {request.request_id!r} is still running", code="duplicate_request", param="request_id"
             )
-        limit = self._parts.config.scheduler.max_waiting
-        if len(self._scheduler.waiting) + request.n > limit:
-            raise QueueFullError(f"the waiting queue is full ({limit} sequences)")
         longest = self.info.max_len
         if not 1 <= len(request.prompt_ids) < longest:
             raise RequestError(
@@ -180,8 +175,7 @@ class Engine:
             )
 
     def _sequence(self, request: Request, index: int) -> Sequence:
-        speculation = self._parts.config.speculation
-        wish = request.speculation
+        wish, grammar = request.speculation, request.sampling.grammar
         max_draft = self.info.max_draft if wish.max_draft is None else min(wish.max_draft, self.info.max_draft)
         if wish.mode == "off":
             max_draft = 0
@@ -193,16 +187,19 @@ class Engine:
             max_len=self.info.max_len,
             max_draft=max_draft,
             histogram_len=self.info.max_draft + 1,
-            detokenizer=Detokenizer(PaddedTokens(self.tokenizer), request.sampling.skip_special_tokens),
+            detokenizer=Detokenizer(
+                PaddedTokens(self.tokenizer, keep_space=grammar is not None), request.sampling.skip_special_tokens
+            ),
             keys=BlockKeys(
                 secret=self._secret,
                 salt=request.cache_salt,
                 page_size=self.info.page_size,
                 lookahead=traits is not None and traits.shifted,
             ),
-            proposer=NgramProposer(min_n=speculation.ngram_min, max_n=speculation.ngram_max)
-            if self._parts.uses_ngram and max_draft
-            else None,
+            proposers=proposers_of(request, self._parts.config.speculation, uses_ngram=self._parts.uses_ngram)
+            if max_draft
+            else (),
+            grammar=None if grammar is None else self._parts.grammars.matcher(grammar),
         )
 
     def _publish(self, deltas: list[SequenceDelta]) -> None:
@@ -219,12 +216,50 @@ class Engine:
                 self._forget(delta.request_id, live.outcome)
 
     def _forget(self, request_id: str, outcome: FinishReason) -> None:
-        del self._live[request_id]
+        request = self._live.pop(request_id).stream.request
+        self._admission.end(request)
+        self._deadlines.end(request)
         self._failed += outcome is FinishReason.ERROR
         self._aborted += outcome is FinishReason.ABORT
         self._finished += outcome not in (FinishReason.ERROR, FinishReason.ABORT)
         if not self._live:
             self._idle.set()
+
+    # ---------------------------------------------------------------- an operator's hand
+
+    def pause(self) -> None:
+        """Schedules nothing more; accepted and new requests wait. Without effect unless the engine is ready."""
+        self._pipeline.paused = self._state is EngineState.READY
+
+    def unpause(self) -> None:
+        self._pipeline.paused = False
+        self._pipeline.wake()
+
+    def resume(self) -> None:
+        """Accepts requests again after `drain`."""
+        if self._state is EngineState.DRAINING:
+            self._state = EngineState.READY
+
+    def flush_kv(self) -> int:
+        """Forgets the cached prefixes that nobody uses; how many pages that freed."""
+        flushed = self._scheduler.pool.num_cached
+        self._scheduler.pool.flush()
+        return flushed
+
+    def set_limits(self, limits: SchedulerConfig) -> None:
+        """Limits of what is accepted from now on: those of `scheduler.*` that are reloadable."""
+        self._limits = limits
+
+    @property
+    def draft_length(self) -> LengthPolicy:
+        return self._length.policy
+
+    def set_draft_length(self, k: int | str | None) -> None:
+        """Drafts a step from the next one on, running requests included: a number, "adaptive", or None: as configured.
+
+        Raises RequestError when there is no drafter or no room for so many.
+        """
+        self._length.set(k)
 
     # ---------------------------------------------------------------- life
 
@@ -238,7 +273,7 @@ class Engine:
             self._state = EngineState.FAILED
             self._end_all(FinishReason.ERROR, EngineError("the engine failed"))
 
-    def _end_all(self, reason: FinishReason, error: EngineError | None) -> None:
+    def _end_all(self, reason: FinishReason, error: SpecdError) -> None:
         """Gives every live stream its last deltas without the pipeline."""
         for request_id, live in list(self._live.items()):
             for sequence in live.sequences:
@@ -257,9 +292,10 @@ class Engine:
             self._forget(request_id, reason)
 
     async def drain(self, timeout_s: float) -> bool:
-        """Accepts nothing more and waits for what was accepted; False when the time ran out."""
+        """Accepts nothing more and waits for what was accepted; False when the time ran out. Ends a pause."""
         if self._state is EngineState.READY:
             self._state = EngineState.DRAINING
+        self.unpause()
         try:
             await asyncio.wait_for(self._idle.wait(), timeout_s)
         except TimeoutError:
@@ -272,7 +308,8 @@ class Engine:
         await asyncio.gather(self._task, return_exceptions=True)
         if self._state is not EngineState.FAILED:
             self._state = EngineState.STOPPED
-        self._end_all(FinishReason.ABORT, None)
+        self._end_all(FinishReason.ABORT, ShutdownError("the server stopped before this request was complete"))
+        await self._parts.grammars.close()
         await asyncio.to_thread(self._parts.device.close)
 
     # ---------------------------------------------------------------- looking at it
@@ -284,7 +321,8 @@ class Engine:
 
     def stats(self) -> EngineStats:
         pool, counters = self._scheduler.pool, self._scheduler.counters
-        busy = bool(self._scheduler.running or self._scheduler.waiting)
+        waiting_keys, waiting_spread = self._scheduler.waiting.spread()
+        busy = bool(self._scheduler.running or self._scheduler.waiting) and not self._pipeline.paused
         return EngineStats(
             state=self._state,
             uptime_s=time.monotonic() - self._started_s,
@@ -311,26 +349,33 @@ class Engine:
             requests_finished=self._finished,
             failed_drafts=counters.failed_drafts,
             failed_refills=counters.failed_refills,
+            paused=self._pipeline.paused,
+            live_requests=len(self._live),
+            refused=dict(self._admission.rejected),
+            waiting_tokens=self._scheduler.waiting.num_tokens,
+            waiting_keys=waiting_keys,
+            waiting_spread=waiting_spread,
+            stages={name: stage.copy() for name, stage in counters.stages.items()},
+            step_tokens=counters.step_tokens.copy(),
         )
 
     def requests(self) -> list[RequestStatus]:
         """Every choice that has not ended."""
-        now = time.monotonic()
-        return [
-            RequestStatus(
-                request_id=sequence.request.request_id,
-                index=sequence.index,
-                state="decoding" if sequence.decoding else "prefilling" if sequence.slot >= 0 else "waiting",
-                age_s=now - sequence.request.arrival_s,
-                prompt_tokens=sequence.num_prompt,
-                output_tokens=sequence.num_output,
-                pages=len(sequence.pages),
-                draft_len=sequence.draft_len,
-                num_draft_tokens=sequence.speculation.num_drafted,
-                num_accepted_tokens=sequence.speculation.num_accepted,
-            )
-            for sequence in (*self._scheduler.running, *self._scheduler.waiting)
-        ]
+        return [request_status(sequence) for sequence in live_sequences(self._scheduler)]
+
+    def request(self, request_id: str) -> list[RequestDetail]:
+        """The choices of one live request; empty when there is none of that name."""
+        live = live_sequences(self._scheduler)
+        return [request_detail(sequence) for sequence in live if sequence.request.request_id == request_id]
+
+    def kv(self) -> KVStatus:
+        counters = self._scheduler.counters
+        return kv_status(
+            self.info,
+            self._scheduler.pool,
+            prompt_tokens=counters.prompt_tokens,
+            cached_tokens=counters.cached_tokens,
+        )
 
     def trace(self, seconds: float) -> dict[str, Any]:
         """Chrome trace JSON of the last `seconds`."""

@@ -62,10 +62,26 @@ class RequestError(SpecdError):
         self.param = param
 
 
-class QueueFullError(SpecdError):
+class OverloadedError(SpecdError):
+    """Refused because of what is accepted already; worth another try after `retry_after_s`."""
+
+    code = "overloaded"
+
+    def __init__(self, message: str = "", *, retry_after_s: int = 1) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class QueueFullError(OverloadedError):
     """The waiting queue is at its limit."""
 
     code = "queue_full"
+
+
+class RateLimitError(OverloadedError):
+    """An API key is at its limit."""
+
+    code = "rate_limit"
 
 
 class DrainingError(SpecdError):
@@ -80,6 +96,12 @@ class EngineError(SpecdError):
     code = "engine_error"
 
 
+class GrammarError(EngineError):
+    """A request whose grammar and other parameters leave no token to go on with, or whose grammar grew too complex."""
+
+    code = "no_token_allowed"
+
+
 class NonFiniteLogitsError(EngineError):
     """The target's logits of one row were NaN, or everything was masked out."""
 
@@ -90,3 +112,27 @@ class AbortedError(SpecdError):
     """An accepted request ended by its client, an operator or a shutdown."""
 
     code = "aborted"
+
+
+class QueueTimeoutError(AbortedError):
+    """Its time ran out before the first token."""
+
+    code = "queue_timeout"
+
+
+class DeadlineError(AbortedError):
+    """Its time ran out after the first token."""
+
+    code = "deadline_exceeded"
+
+
+class ShutdownError(AbortedError):
+    """It was cut off because the server stopped."""
+
+    code = "shutting_down"
+
+
+class AdminAbortedError(AbortedError):
+    """An operator ended it over the control socket."""
+
+    code = "aborted_by_admin"

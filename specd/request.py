@@ -34,12 +34,25 @@ class TokenOrigin(enum.StrEnum):
     BONUS = "b"
 
 
+GrammarKind = Literal["json_schema", "regex", "choice", "lark"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Grammar:
+    """What an output must be, as a whole: a JSON text that a schema allows, a match of a regular expression, one of
+    some strings (`text` is their JSON list), or a text of a Lark grammar in llguidance's dialect."""
+
+    kind: GrammarKind
+    text: str
+    param: str = dataclasses.field(default="structured_outputs", compare=False)  # the field it came from, for errors
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How tokens are drawn. Values are checked at the edge (server, cli); here they are taken as valid.
 
-    The order of processing is: logit bias, penalties, allowed and bad tokens, min_tokens, then temperature, top-k,
-    top-p, min-p (spec: Hugging Face's and vLLM's order). All of them hold at every draft position.
+    The order of processing is: logit bias, penalties, allowed and bad tokens, min_tokens, grammar, then temperature,
+    top-k, top-p, min-p (spec: Hugging Face's and vLLM's order). All of them hold at every draft position.
     """
 
     max_tokens: int
@@ -61,6 +74,8 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     logprobs: int | None = None  # None = off, 0 = the chosen token alone, n = and the n most likely
+    prompt_logprobs: int | None = None  # the same of the prompt's own tokens; the first has none
+    grammar: Grammar | None = None
 
     @property
     def greedy(self) -> bool:
@@ -91,8 +106,14 @@ class Request:
     speculation: SpeculationParams = SpeculationParams()
     n: int = 1
     prompt_index: int = 0  # index in a list of prompts; part of what a seed means: (seed, prompt_index, choice)
+    prediction: tuple[int, ...] | None = None  # what the output is likely to be; it changes the speed alone
     cache_salt: bytes = b""  # scopes prefix cache and draft sources
+    tenant: bytes = b""  # the API key it came with, as a salt: limits and the order of waiting go by it
+    weight: int = 1  # of that key among those that wait
+    priority: int = 0  # lower is earlier, among the requests of one key
+    timeout_s: float | None = None  # from arrival to the last token
     arrival_s: float = 0.0  # time.monotonic()
+    running_stats: bool = False  # every delta carries the stats so far, not the last one alone
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -121,6 +142,8 @@ class SequenceStats:
     queue_s: float  # submit to first scheduled
     ttft_s: float  # submit to first token
     total_s: float
+    accepted_prediction_tokens: int = 0  # tokens of the request's prediction that were verified and emitted ...
+    rejected_prediction_tokens: int = 0  # ... and that were verified in vain
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -140,5 +163,6 @@ class SequenceDelta:
     origins: tuple[tuple[TokenOrigin, int, int], ...] = ()  # (origin, step, position in the block) per token id
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None  # the stop string or stop token id that ended it; None for eos and length
+    prompt_logprobs: tuple[TokenLogprob, ...] | None = None  # of prompt tokens 1.., with the first token
     error: SpecdError | None = None  # with FinishReason.ERROR
-    stats: SequenceStats | None = None  # with a finish_reason
+    stats: SequenceStats | None = None  # with a finish_reason, or with `Request.running_stats`

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
+import secrets
 import time
 from collections.abc import AsyncIterator, Callable
 
 from specd.errors import EngineError
 from specd.log import get_logger
-from specd.request import Request, SamplingParams, SequenceDelta, SpeculationParams
+from specd.request import (
+    FinishReason,
+    Request,
+    SamplingParams,
+    SequenceDelta,
+    SequenceStats,
+    SpeculationParams,
+)
 from specd.status import EngineInfo
 from specd.text import Tokenizer
 
@@ -16,6 +25,12 @@ Submit = Callable[[Request], AsyncIterator[SequenceDelta]]
 log = get_logger(__name__)
 
 _TEXT = "The quick brown fox jumps over the lazy dog. The quick brown fox jumps over"
+_PROMPTS = (
+    _TEXT,
+    "def fibonacci(n):\n    if n < 2:\n        return n\n    return fibonacci(n - 1) +",
+    "The capital of France is Paris. The capital of Italy is",
+    '{"name": "Ada", "age": 36}\n{"name": "Alan", "age": 41}\n{"name":',
+)
 _TOKENS = 32
 _RARELY = 0.05  # of the drafts kept; fewer cost more than they save with any drafter that computes
 _ENOUGH = 32  # drafts that a verdict needs
@@ -50,6 +65,60 @@ async def self_check(submit: Submit, info: EngineInfo, tokenizer: Tokenizer) -> 
             accepted=stats.num_accepted_tokens,
             advice="another speculation.draft, or none, is likely to be faster",
         )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Comparison:
+    """One prompt, greedily, with drafts and without. A split where two tokens are nearly tied is rounding, no more."""
+
+    prompt: int  # which of the built-in ones
+    identical: bool
+    tokens: int
+    split: int | None  # first token that differs
+    drafted: int  # 0: nothing was proved, the daemon is not drafting now
+    accepted: int
+    speculative_s: float
+    plain_s: float
+
+
+async def compare_with_plain(submit: Submit, info: EngineInfo, tokenizer: Tokenizer) -> list[Comparison]:
+    """The built-in prompts beside whatever else runs. Raises what submit raises, EngineError when one fails."""
+    found = []
+    for number, text in enumerate(_PROMPTS):
+        prompt = (tokenizer.encode(text) or [0])[: max(1, info.max_len // 2)]
+        drafted = await _greedy(submit, info, prompt, SpeculationParams())
+        plain = await _greedy(submit, info, prompt, SpeculationParams(mode="off"))
+        split = next((i for i, (a, b) in enumerate(zip(drafted[0], plain[0], strict=False)) if a != b), None)
+        stats = drafted[1]
+        comparison = Comparison(
+            prompt=number,
+            identical=drafted[0] == plain[0],
+            tokens=len(plain[0]),
+            split=split,
+            drafted=stats.num_draft_tokens,
+            accepted=stats.num_accepted_tokens,
+            speculative_s=stats.total_s,
+            plain_s=plain[1].total_s,
+        )
+        log.info("selftest_compared", **dataclasses.asdict(comparison))
+        found.append(comparison)
+    return found
+
+
+async def _greedy(
+    submit: Submit, info: EngineInfo, prompt: list[int], speculation: SpeculationParams
+) -> tuple[list[int], SequenceStats]:
+    """(tokens, stats) of one prompt of its own prefix cache: both ways compute everything."""
+    name = f"specd-selftest-{secrets.token_hex(8)}"
+    params = SamplingParams(
+        max_tokens=min(_TOKENS, info.max_len - len(prompt)), seed=0, temperature=0.0, ignore_eos=True
+    )
+    request = Request(name, tuple(prompt), params, speculation, cache_salt=name.encode(), arrival_s=time.monotonic())
+    deltas = [delta async for delta in submit(request)]
+    last = deltas[-1]
+    if last.stats is None or last.finish_reason is not FinishReason.LENGTH:
+        raise EngineError(f"a prompt of the self-test ended with {last.finish_reason}: {last.error}")
+    return [token for delta in deltas for token in delta.token_ids], last.stats
 
 
 async def _generate(submit: Submit, info: EngineInfo, tokenizer: Tokenizer, max_tokens: int) -> SequenceDelta:

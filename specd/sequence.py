@@ -13,11 +13,16 @@ import time
 
 import numpy as np
 
+from specd.errors import SpecdError
+from specd.grammar import GrammarMatcher
 from specd.pages import BlockKeys
 from specd.proposers.base import Proposer
-from specd.request import Request, SamplingParams, SequenceStats
+from specd.request import Request, SamplingParams, SequenceStats, TokenLogprob
+from specd.status import StepRecord
 from specd.step import I32
 from specd.text import Detokenizer, StopMatcher
+
+HISTORY = 256  # steps of a sequence that are kept for `specd ctl request`
 
 
 class Phase(enum.StrEnum):
@@ -33,15 +38,19 @@ class SpeculationRecord:
     num_steps: int = 0
     num_drafted: int = 0
     num_accepted: int = 0
+    num_predicted: int = 0  # drafts out of the request's prediction
+    num_predicted_accepted: int = 0
     histogram: list[int] = dataclasses.field(default_factory=list)  # [engine's max_draft + 1]
     per_step_drafted: list[int] = dataclasses.field(default_factory=list)
     per_step_accepted: list[int] = dataclasses.field(default_factory=list)
 
-    def record(self, *, drafted: int, accepted: int, detailed: bool) -> None:
-        """One step with `drafted` >= 1 drafts of which `accepted` were emitted."""
+    def record(self, *, drafted: int, accepted: int, detailed: bool, predicted: int = 0) -> None:
+        """One step with `drafted` >= 1 drafts of which `accepted` were emitted; `predicted` begin the drafts."""
         self.num_steps += 1
         self.num_drafted += drafted
         self.num_accepted += accepted
+        self.num_predicted += predicted
+        self.num_predicted_accepted += min(accepted, predicted)
         self.histogram[accepted] += 1
         if detailed:
             self.per_step_drafted.append(drafted)
@@ -62,7 +71,8 @@ class Sequence:
         histogram_len: int,
         detokenizer: Detokenizer,
         keys: BlockKeys,
-        proposer: Proposer | None,
+        proposers: tuple[Proposer, ...] = (),
+        grammar: GrammarMatcher | None = None,
     ) -> None:
         self.request = request
         self.index = index
@@ -73,9 +83,10 @@ class Sequence:
         self.max_draft = max_draft  # the request's wish and the engine's maximum
         self.detokenizer = detokenizer
         self.matcher = StopMatcher(request.sampling.stop, request.sampling.include_stop_str_in_output)
+        self.grammar = grammar
         self.keys = keys
-        self.proposer = proposer
-        if proposer is not None:
+        self.proposers = proposers  # the first one that has a guess proposes
+        for proposer in proposers:
             proposer.extend(self.tokens)
         self._prompt_ids: I32 | None = None
         self.output_counts: collections.Counter[int] = collections.Counter()
@@ -90,10 +101,14 @@ class Sequence:
         self.carry_valid = False  # the carry of `slot` follows the newest token
         self.draft_len = 0  # drafts of the latest step
         self.abort_requested = False
+        self.abort_error: SpecdError | None = None  # what its client is told, when it was not the client itself
+
+        self.history: collections.deque[StepRecord] = collections.deque(maxlen=HISTORY)
 
         self.speculation = SpeculationRecord(histogram=[0] * histogram_len)
         self.num_cached = 0  # prompt tokens found in the prefix cache when it was first admitted
         self.num_preemptions = 0
+        self.prompt_logprobs: list[TokenLogprob] = []  # of prompt tokens 1.., as far as they are computed
         self.scheduled_s: float | None = None
         self.first_token_s: float | None = None
 
@@ -104,6 +119,12 @@ class Sequence:
     @property
     def num_output(self) -> int:
         return len(self.tokens) - self.num_prompt
+
+    def reusable(self, page_size: int) -> int | None:
+        """Leading blocks that may be taken from the prefix cache, None for all: what is not computed is not scored."""
+        num_scored = len(self.prompt_logprobs)
+        lacking = self.sampling.prompt_logprobs is not None and num_scored < self.num_prompt - 1
+        return num_scored // page_size if lacking else None
 
     def prompt_ids(self) -> I32:
         """Distinct ids of the prompt, computed once."""
@@ -140,4 +161,6 @@ class Sequence:
             queue_s=(self.scheduled_s or now) - arrival,
             ttft_s=(self.first_token_s or now) - arrival,
             total_s=now - arrival,
+            accepted_prediction_tokens=record.num_predicted_accepted,
+            rejected_prediction_tokens=record.num_predicted - record.num_predicted_accepted,
         )

@@ -2,9 +2,31 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import enum
 from collections.abc import Mapping
+
+REFUSALS = ("waiting_sequences", "waiting_tokens", "key_requests", "key_tokens")  # limits that a 429 may name
+
+
+@dataclasses.dataclass(slots=True)
+class Distribution:
+    """How often a value fell into each bucket, and the sum of all."""
+
+    bounds: tuple[float, ...]  # inclusive upper ends, rising
+    counts: list[int] = dataclasses.field(default_factory=list)  # [len(bounds) + 1]; the last one has no end
+    total: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.counts = self.counts or [0] * (len(self.bounds) + 1)
+
+    def observe(self, value: float) -> None:
+        self.counts[bisect.bisect_left(self.bounds, value)] += 1
+        self.total += value
+
+    def copy(self) -> Distribution:
+        return Distribution(self.bounds, self.counts.copy(), self.total)
 
 
 class EngineState(enum.StrEnum):
@@ -68,6 +90,61 @@ class EngineStats:
     requests_finished: int = 0
     failed_drafts: int = 0  # steps whose drafter failed: they went on without drafts
     failed_refills: int = 0
+    paused: bool = False  # no step is scheduled; requests are accepted and wait
+    live_requests: int = 0  # accepted and not ended
+    refused: Mapping[str, int] = dataclasses.field(default_factory=dict)  # requests, by REFUSALS
+    waiting_tokens: int = 0  # prompt tokens of the requests that have not begun
+    waiting_keys: int = 0  # API keys with such requests
+    waiting_spread: float = 0.0  # tokens per weight between the most and the least served of them
+    stages: Mapping[str, Distribution] = dataclasses.field(default_factory=dict)  # seconds, by stage of a step
+    step_tokens: Distribution = dataclasses.field(default_factory=lambda: Distribution(()))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepRecord:
+    """One step of one sequence that emitted tokens."""
+
+    step: int
+    source: str  # who proposed: none, drafter, ngram, prediction
+    drafted: int
+    emitted: int  # kept drafts and the target's own token
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class KVStatus:
+    """The page pool. free + cached + owned == total."""
+
+    page_size: int  # tokens
+    bytes: int
+    total: int
+    free: int  # hold nothing
+    cached: int  # nobody's, and a reusable prefix
+    owned: int
+    shared: int  # of the owned ones: by several sequences
+    prompt_tokens: int  # since the start: asked for ...
+    cached_tokens: int  # ... and found in the prefix cache
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LengthPolicy:
+    """How many drafts a step makes."""
+
+    mode: str  # auto, off
+    k: int | str  # "adaptive", or exactly so many; 0 where mode is off
+    configured: int | str  # speculation.draft_len
+    overridden: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RequestDetail:
+    """One live choice with its parameters and its latest steps, for `specd ctl request`. Never any text."""
+
+    status: RequestStatus
+    params: Mapping[str, object]  # user text (stop strings) as counts
+    preemptions: int
+    cached_tokens: int
+    acceptance_histogram: tuple[int, ...]
+    steps: tuple[StepRecord, ...]  # the latest ones, oldest first
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

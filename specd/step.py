@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from specd.grammar import GrammarMatcher
 from specd.request import SamplingParams, TokenOrigin
 
 I32 = npt.NDArray[np.int32]
@@ -107,6 +108,16 @@ class RowSampling:
     output_counts: I32 | None = None  # ... how often; None when no penalty reads them
     prompt_ids: I32 | None = None  # distinct prompt ids, for the repetition penalty
     tail: tuple[int, ...] = ()  # last tokens before `position`, for bad words longer than one token
+    grammar: GrammarMatcher | None = None  # the sequence's own, which stands still until the step's report is there
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class PromptScores:
+    """Prompt tokens whose log-probabilities a row gives: those after its known tokens `first`, `first` + 1, ..."""
+
+    first: int
+    targets: I32  # the tokens after them
+    num_top: int  # alternatives
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -134,6 +145,7 @@ class StepPlan:
     refill_indptr: I32  # [B + 1]
     refill_tokens: I32  # known tokens the drafter lacks: tokens[drafter_len : num_computed + num_known]
     sampling: tuple[RowSampling | None, ...] = ()  # [B], not packed: rank 0 alone samples
+    prompt_scores: tuple[PromptScores | None, ...] = ()  # [B] or none at all, not packed: rank 0 alone reports
     split: int = 0  # rows of the first half when the batch is split in two, 0 = whole
 
     @property
@@ -178,6 +190,7 @@ class StepPlan:
             refill_indptr=indptr(np.diff(self.refill_indptr)[rows]),
             refill_tokens=_ragged(self.refill_tokens, self.refill_indptr, rows),
             sampling=tuple(self.sampling[i] for i in rows) if self.sampling else (),
+            prompt_scores=tuple(self.prompt_scores[i] for i in rows) if self.prompt_scores else (),
             split=0,
         )
 
@@ -230,6 +243,15 @@ class StepPlan:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class PromptReport:
+    """Log-probabilities of the M targets of a plan's `prompt_scores`, row after row; N alternatives each."""
+
+    logprobs: F32  # [M]
+    top_ids: I32  # [M, N]
+    top_logprobs: F32  # [M, N]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class AcceptanceReport:
     """`Acceptance` on the host. Row order is the plan's; rows that do not emit have num_accepted 0 and tokens -1."""
 
@@ -240,6 +262,7 @@ class AcceptanceReport:
     logprobs: F32 | None = None  # [B, K + 1] raw log-probability of each emitted token
     top_ids: I32 | None = None  # [B, K + 1, N]
     top_logprobs: F32 | None = None  # [B, K + 1, N]
+    prompt: PromptReport | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -166,6 +166,24 @@ class TopTokens:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class PromptRows:
+    """Which of a batch's T positions give log-probabilities of prompt tokens: M of them, N alternatives each."""
+
+    positions: torch.Tensor  # i64[M] packed query rows
+    targets: torch.Tensor  # i64[M] the prompt's next token after each
+    num_top: int  # N
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class PromptLogprobs:
+    """Raw log-probabilities of `PromptRows.targets`."""
+
+    logprobs: torch.Tensor  # f32[M]
+    top_ids: torch.Tensor  # i64[M, N]
+    top_logprobs: torch.Tensor  # f32[M, N]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class TargetOutput:
     """The target's forward. Logits rows: K_b + 1 for each row that emits, none for the others, in row order."""
 
@@ -174,6 +192,7 @@ class TargetOutput:
     best: BestTokens | None = None
     tokens: torch.Tensor | None = None  # i64[T] what was computed, drafts included
     top: TopTokens | None = None  # where log-probabilities are asked for too
+    prompt: PromptLogprobs | None = None
 
     def all_logits(self) -> torch.Tensor:
         """Raises ValueError when only the best ones were computed."""

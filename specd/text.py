@@ -140,6 +140,10 @@ class Tokenizer:
         """
         return self._encode(rendered.text, rendered.masked, True)
 
+    def encode_text(self, text: str) -> list[int]:
+        """Ids of ordinary text: nothing in it is a special token, nothing is put in front."""
+        return self._continuation.encode_batch([text], add_special_tokens=False)[0].ids
+
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         """The text of `ids`; malformed UTF-8 becomes U+FFFD. RequestError for an id outside the vocabulary."""
         detokenizer = Detokenizer(self, skip_special)

@@ -67,7 +67,7 @@ def sequence_of(params: SamplingParams, *, detail: Any = "detailed", max_len: in
         histogram_len=9,
         detokenizer=Detokenizer(Pieces(), params.skip_special_tokens),
         keys=BlockKeys(secret=b"", salt=b"", page_size=4, lookahead=False),
-        proposer=Recorder(),
+        proposers=(Recorder(),),
     )
 
 

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,9 +16,10 @@ import uvloop
 
 from specd.config import AdminConfig, Config, ServerConfig
 from specd.daemon import serve
-from specd.errors import DrainingError
+from specd.errors import DrainingError, SpecdError
 from specd.request import Request, SequenceDelta
 from specd.status import EngineInfo, EngineState, EngineStats, RequestStatus
+from tests.admin import Controls
 
 INFO = EngineInfo(
     model="fake",
@@ -62,7 +63,7 @@ STATS = EngineStats(
 )
 
 
-class FakeEngine:
+class FakeEngine(Controls):
     """Holds `pending` requests that never end by themselves; `finish` ends one."""
 
     def __init__(self, pending: int = 0) -> None:
@@ -80,14 +81,17 @@ class FakeEngine:
         self._idle.set()
         self.changes["requests_finished"] = self.changes.get("requests_finished", 0) + 1
 
+    def admit(self, tenant: bytes, requests: Sequence[Request] = ()) -> None:
+        raise DrainingError("draining")
+
     def submit(self, request: Request) -> AsyncIterator[SequenceDelta]:
         raise DrainingError("draining")
 
-    def abort(self, request_id: str) -> bool:
+    def abort(self, request_id: str, error: SpecdError | None = None) -> bool:
         return False
 
     def stats(self) -> EngineStats:
-        return dataclasses.replace(STATS, state=self.state, **self.changes)
+        return dataclasses.replace(STATS, state=self.state, paused=self.paused, **self.changes)
 
     def requests(self) -> list[RequestStatus]:
         return []
@@ -118,6 +122,7 @@ class Daemon:
     engine: FakeEngine
     config: Config
     ready: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
+    reread: Callable[[], Config] | None = None
 
     async def load(self, config: Config) -> FakeEngine:
         await self.ready.wait()
@@ -145,7 +150,7 @@ def config_in(folder: Path) -> Config:
 async def serving(daemon: Daemon, *, loaded: bool = True) -> AsyncIterator[asyncio.Task[int]]:
     if loaded:
         daemon.ready.set()
-    task = asyncio.ensure_future(serve(daemon.config, create_engine=daemon.load))
+    task = asyncio.ensure_future(serve(daemon.config, create_engine=daemon.load, reread=daemon.reread))
     async with asyncio.timeout(10):
         yield task
         await task

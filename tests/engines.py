@@ -232,6 +232,8 @@ class Result:
 async def collect(engine: Engine, request: Request) -> list[Result]:
     """One request to its end: a result for each choice."""
     results = [Result() for _ in range(request.n)]
+    if request.sampling.grammar is not None:
+        await engine.prepare_grammar(request.sampling.grammar)
     async for delta in engine.submit(request):
         results[delta.index].add(delta)
     return results

@@ -16,7 +16,7 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 
 from specd.errors import NonFiniteLogitsError
-from specd.request import FinishReason, Request, SequenceDelta, SequenceStats, TokenLogprob, TokenOrigin
+from specd.request import FinishReason, Grammar, Request, SequenceDelta, SequenceStats, TokenLogprob, TokenOrigin
 from specd.status import EngineInfo, EngineState, EngineStats, RequestStatus
 from specd.text import Detokenizer, StopMatcher, Tokenizer
 
@@ -108,6 +108,7 @@ class Script:
     hang_after: int | None = None  # deltas, then nothing for ever
     stop_short_after: int | None = None  # deltas, then the stream ends without a finish reason
     refuse: Exception | None = None  # raised by submit
+    refuse_grammar: Exception | None = None  # raised by prepare_grammar
     finish: bool = True  # ends with eos; else repeats its text up to the cap
 
 
@@ -124,6 +125,16 @@ class FakeEngine:
         self.live: dict[str, Request] = {}
         self.aborted: list[str] = []
         self.requests_seen: list[Request] = []
+        self.grammars: list[Grammar] = []  # what was to be prepared
+        self.admitted: list[tuple[bytes, int]] = []  # what `admit` was asked
+
+    def admit(self, tenant: bytes, requests: Sequence[Request] = ()) -> None:
+        self.admitted.append((tenant, len(requests)))
+
+    async def prepare_grammar(self, grammar: Grammar) -> None:
+        self.grammars.append(grammar)
+        if self.script.refuse_grammar is not None:
+            raise self.script.refuse_grammar
 
     def submit(self, request: Request) -> AsyncIterator[SequenceDelta]:
         if self.script.refuse is not None:
@@ -220,7 +231,8 @@ def say(request: Request, index: int, script: Script, tokenizer: Tokenizer) -> I
             origins=((TokenOrigin.DRAFT if count % 2 else TokenOrigin.TARGET, count, 0),),
             finish_reason=finish,
             stop_reason=reason,
-            stats=make_stats(request, count) if finish is not None else None,
+            prompt_logprobs=_prompt_logprobs(request, tokenizer) if count == 1 else None,
+            stats=make_stats(request, count) if finish is not None or request.running_stats else None,
         )
         if finish is not None:
             return
@@ -231,6 +243,13 @@ def _logprobs(token: int, count: int | None, tokenizer: Tokenizer) -> tuple[Toke
         return None
     top = tuple(((token + i) % tokenizer.vocab_size, -0.5 - i) for i in range(count))
     return (TokenLogprob(token, -0.5, top),)
+
+
+def _prompt_logprobs(request: Request, tokenizer: Tokenizer) -> tuple[TokenLogprob, ...] | None:
+    wanted = request.sampling.prompt_logprobs
+    if wanted is None:
+        return None
+    return tuple(item for token in request.prompt_ids[1:] for item in _logprobs(token, wanted, tokenizer) or ())
 
 
 def make_stats(request: Request, completion_tokens: int) -> SequenceStats:
@@ -273,4 +292,5 @@ def join(block: Sequence[SequenceDelta]) -> SequenceDelta:
         text="".join(delta.text for delta in block),
         logprobs=None if last.logprobs is None else tuple(item for delta in block for item in delta.logprobs or ()),
         origins=tuple(origin for delta in block for origin in delta.origins),
+        prompt_logprobs=block[0].prompt_logprobs,
     )

@@ -201,7 +201,7 @@ class World:
             histogram_len=MAX_DRAFT + 1,
             detokenizer=Detokenizer(Letters()),
             keys=BlockKeys(secret=b"s", salt=request.cache_salt, page_size=size, lookahead=self.shifted),
-            proposer=guesser,
+            proposers=() if guesser is None else (guesser,),
         )
         if guesser is not None:
             self.shown[id(sequence)] = guesser.tokens

@@ -16,8 +16,8 @@ import structlog
 
 from specd import cli
 from specd.commands import check, generate
-from specd.commands.ctl import table
 from specd.commands.settings import load_settings
+from specd.commands.tables import table
 from specd.config import Config
 from specd.detokenizer import LeadingSpace
 from specd.errors import AddressInUseError, ConfigError, EngineError, FetchError, ModelError, SpecdError
@@ -107,7 +107,7 @@ def test_wrong_usage_exits_2() -> None:
     ],
 )
 def test_exit_codes(error: BaseException, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(config: Config) -> Any:
+    def fail(config: Config, **_: Any) -> Any:
         raise error
 
     monkeypatch.setattr("specd.commands.serve.serve", fail)
@@ -115,7 +115,7 @@ def test_exit_codes(error: BaseException, code: int, monkeypatch: pytest.MonkeyP
 
 
 def test_ctl_without_a_daemon(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["ctl", "--socket", str(tmp_path / "none.sock"), "status"]) == 1
+    assert cli.main(["ctl", "--socket", str(tmp_path / "none.sock"), "status"]) == 69
     assert "none.sock" in capsys.readouterr().err
 
 
@@ -349,13 +349,13 @@ def test_main_reports_other_errors_as_faults(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("words", [["--json", "status"], ["status", "--json"], ["shutdown", "--now", "--json"]])
 def test_json_output(words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("specd.commands.ctl.call", lambda *args: {"state": "ready"})
+    monkeypatch.setattr("specd.commands.ctl_client.Client.call", lambda *args: {"state": "ready"})
     assert cli.main(["ctl", *words]) == 0
     assert json.loads(capsys.readouterr().out) == {"state": "ready"}
 
 
 def test_tables_without_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("specd.commands.ctl.call", lambda *args: {"state": "ready"})
+    monkeypatch.setattr("specd.commands.ctl_client.Client.call", lambda *args: {"state": "ready"})
     assert cli.main(["ctl", "status"]) == 0
     assert capsys.readouterr().out == "state  ready\n"
 

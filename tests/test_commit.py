@@ -71,8 +71,9 @@ def test_blocks_are_indistinguishable_from_single_tokens(
     assert whole(deltas) == whole(singles)
     assert together.tokens == alone.tokens
     assert together.output_counts == alone.output_counts
-    assert isinstance(together.proposer, Recorder)
-    assert together.proposer.tokens == together.tokens
+    (recorder,) = together.proposers
+    assert isinstance(recorder, Recorder)
+    assert recorder.tokens == together.tokens
     for delta in deltas:
         assert len(delta.origins) == len(delta.token_ids)
         assert delta.logprobs is None or [one.token_id for one in delta.logprobs] == list(delta.token_ids)

@@ -14,12 +14,13 @@ import pytest
 import structlog
 
 from specd import cli
-from specd.commands.ctl import call
+from specd.commands.ctl_client import Client
 from specd.config import Config, ServerConfig
-from specd.daemon import plan_text, serve, status_line
+from specd.daemon import plan_text, serve
 from specd.errors import ModelError, SpecdError
 from specd.listeners import bind
 from specd.status import EngineState
+from specd.supervision import status_line
 from tests.daemons import INFO, STATS, Daemon, FakeEngine, config_in, health, run, serving, until_health
 
 
@@ -88,7 +89,7 @@ def test_a_lost_request_is_a_fault(config: Config, capsys: pytest.CaptureFixture
 
 
 def test_a_failed_engine_stops_the_daemon(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("specd.daemon._PERIOD_S", 0.01)
+    monkeypatch.setattr("specd.supervision.PERIOD_S", 0.01)
 
     async def main() -> int:
         daemon = Daemon(FakeEngine(), config)
@@ -138,8 +139,8 @@ def test_ctl_over_the_control_socket(config: Config, tmp_path: Path, capsys: pyt
         assert cli.main([*base, "status"]) == 0
         assert cli.main([*base, "requests"]) == 0
         assert cli.main([*base, "trace", "--seconds", "1", "-o", str(tmp_path / "trace.json")]) == 0
-        with pytest.raises(SpecdError, match="seconds must be"):
-            call(Path(config.admin.socket), "GET", "/v1/trace?seconds=-1")
+        with pytest.raises(SpecdError, match="seconds = -1"):
+            Client(Path(config.admin.socket)).call("GET", "/v1/trace?seconds=-1")
         assert cli.main([*base, "shutdown"]) == 0
 
     assert run(main) == 0

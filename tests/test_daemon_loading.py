@@ -114,7 +114,7 @@ real = serve.serve
 async def load(config):
     await asyncio.to_thread(time.sleep, 300)
 
-serve.serve = lambda config: real(config, create_engine=load)
+serve.serve = lambda config, **more: real(config, create_engine=load, **more)
 sys.exit(cli.main(sys.argv[1:]))
 """
 

@@ -28,10 +28,10 @@ async def test_speculation_counters_exist_at_zero() -> None:
     async with serve(FakeEngine()) as client:
         samples = await scrape(client)
     for name in ("drafts", "draft_tokens", "accepted_tokens"):
-        assert samples[key(f"vllm:spec_decode_num_{name}_total", model_name="tiny")] == 0
+        assert samples[key(f"vllm:spec_decode_num_{name}_total", model_name="tiny", engine="0")] == 0
     for position in "0123":
         name = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
-        assert samples[key(name, model_name="tiny", position=position)] == 0
+        assert samples[key(name, model_name="tiny", engine="0", position=position)] == 0
         assert samples[key("specd_spec_drafted_per_position_total", position=position)] == 0
     assert not [name for name, _ in samples if name.endswith("_created")]
 
@@ -49,7 +49,12 @@ async def test_every_family_says_what_it_is() -> None:
 
 @pytest.mark.parametrize(
     ("drafter", "sources"),
-    [("ngram", {"ngram"}), ("lm:draft", {"drafter"}), ("layers:4", {"drafter"}), ("none", set())],
+    [
+        ("ngram", {"ngram", "prediction"}),
+        ("lm:draft", {"drafter", "prediction"}),
+        ("layers:4", {"drafter", "prediction"}),
+        ("none", set()),
+    ],
 )
 async def test_sources_exist_before_anybody_has_drafted(drafter: str, sources: set[str]) -> None:
     engine = FakeEngine(drafter=drafter)
@@ -93,7 +98,7 @@ async def test_values_come_from_the_engine() -> None:
     )
     async with serve(engine) as client:
         samples = await scrape(client)
-    model = {"model_name": "tiny"}
+    model = {"model_name": "tiny", "engine": "0"}
     assert samples[key("vllm:spec_decode_num_drafts_total", **model)] == 5
     assert samples[key("vllm:spec_decode_num_draft_tokens_total", **model)] == 14
     assert samples[key("vllm:spec_decode_num_accepted_tokens_total", **model)] == 9
@@ -118,7 +123,7 @@ async def test_histograms_count_requests() -> None:
         await client.chat(temperature=-1)
         await client.get("/nowhere/at/all")
         samples = await scrape(client)
-    model = {"model_name": "tiny"}
+    model = {"model_name": "tiny", "engine": "0"}
     assert samples[key("vllm:time_to_first_token_seconds_count", **model)] == 2
     assert samples[key("vllm:e2e_request_latency_seconds_count", **model)] == 2
     assert samples[key("vllm:request_queue_time_seconds_count", **model)] == 2
@@ -133,6 +138,6 @@ async def test_histograms_count_requests() -> None:
 async def test_applications_do_not_share_a_registry() -> None:
     async with serve(FakeEngine()) as first, serve(FakeEngine()) as second:
         await first.chat()
-        name = key("vllm:e2e_request_latency_seconds_count", model_name="tiny")
+        name = key("vllm:e2e_request_latency_seconds_count", model_name="tiny", engine="0")
         assert (await scrape(first))[name] == 1
         assert (await scrape(second))[name] == 0

@@ -114,7 +114,7 @@ BAD_BODIES: list[tuple[Any, str, str | None]] = [
     ({"min_tokens": 65, "max_tokens": 64}, "out_of_range", "min_tokens"),
     ({"stream": "yes"}, "invalid_type", "stream"),
     ({"stream_options": {"include_usage": True}}, "invalid_value", "stream_options"),
-    ({"stream": True, "stream_options": {"include_obfuscation": True}}, "unsupported_parameter",
+    ({"stream": True, "stream_options": {"include_obfuscation": 1}}, "invalid_type",
      "stream_options.include_obfuscation"),
     ({"stream": True, "stream_options": {"nope": 1}}, "unknown_parameter", "stream_options.nope"),
     ({"speculation": {"mode": "on"}}, "out_of_range", "speculation.mode"),

@@ -185,12 +185,11 @@ async def test_concurrent_streams_do_not_mix() -> None:
     assert not engine.live
 
 
-async def test_a_client_that_does_not_read_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("specd.server.generation._SEND_DEADLINE_S", 0.2)
+async def test_a_client_that_does_not_read_is_given_up() -> None:
     huge = "x" * (1 << 16)
     engine = FakeEngine(Script(text=lambda request, index: huge, finish=False), max_len=1 << 24)
     engine.change = lambda delta: dataclasses.replace(delta, text=huge)
-    async with serve(engine) as client:
+    async with serve(engine, slow_client_timeout_s=0.2) as client:
         host, port = client.url.removeprefix("http://").split(":")
         _, writer = await asyncio.open_connection(host, int(port), limit=1024)
         body = b'{"prompt": "x", "stream": true, "max_tokens": 4000000}'

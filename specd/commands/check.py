@@ -18,7 +18,7 @@ from specd.config import Config, admin_socket_path
 from specd.daemon import EXIT_CONFIG, load_engine, plan_text
 from specd.errors import SpecdError
 from specd.listeners import check_address
-from specd.server.app import chat_render
+from specd.server.app import chat_template
 from specd.server.auth import ApiKeys
 from specd.status import EngineInfo
 
@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
 async def _check(config: Config) -> EngineInfo:
     engine = await load_engine(config)
     try:
-        chat_render(engine.tokenizer)
+        chat_template(engine.tokenizer)
         return engine.info
     finally:
         await engine.close()

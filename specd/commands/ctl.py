@@ -1,33 +1,42 @@
-"""`specd ctl`: HTTP and JSON over the control socket, printed as tables. Standard library only: it starts at once."""
+"""`specd ctl`: HTTP and JSON over the control socket, printed as tables. Standard library only: it starts at once.
+
+Exit codes: 0 done, 1 refused or failed, 2 usage, 69 nobody answers, 75 a drain was not finished, 77 not allowed,
+78 a reload was refused because of the configuration.
+"""
 
 from __future__ import annotations
 
 import argparse
-import http.client
 import json
 import os
-import socket
-from collections.abc import Mapping, Sequence
+import sys
+import urllib.parse
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from specd.commands import ctl_top
+from specd.commands.ctl_client import Client, Refusal, Unreachable
+from specd.commands.tables import columns, table
 from specd.config import admin_socket_path
 from specd.config_loader import load_config
-from specd.errors import SpecdError
 
-_TIMEOUT_S = 30.0
+_FAILED, _UNREACHABLE, _UNFINISHED, _FORBIDDEN, _CONFIG = 1, 69, 75, 77, 78
+_CODES = {"forbidden": _FORBIDDEN, "config_error": _CONFIG}
+_LONG_S = 86400.0 + 60.0  # a drain may take a day
+_SELFTEST_S = 600.0
 
 
 def run(args: argparse.Namespace) -> int:
-    path = _socket_path(args)
-    if args.verb == "trace":
-        return _trace(args, path)
-    if args.verb == "shutdown":
-        result = call(path, "POST", "/v1/shutdown", {"drain": not args.now, "timeout": args.timeout})
-    else:
-        result = call(path, "GET", f"/v1/{args.verb}")
-    print(json.dumps(result, indent=2) if args.json else table(result))
-    return 0
+    client = Client(_socket_path(args), if_generation=getattr(args, "if_generation", None))
+    try:
+        return _VERBS[args.verb](args, client)
+    except Unreachable as error:
+        print(f"specd: {error}", file=sys.stderr)
+        return _UNREACHABLE
+    except Refusal as error:
+        print(f"specd: {error}", file=sys.stderr)
+        return _CODES.get(error.code, _FAILED)
 
 
 def _socket_path(args: argparse.Namespace) -> Path:
@@ -39,87 +48,152 @@ def _socket_path(args: argparse.Namespace) -> Path:
     return admin_socket_path(load_config(args.config, env=os.environ).admin.socket, os.environ)
 
 
-def _trace(args: argparse.Namespace, path: Path) -> int:
-    trace = call(path, "GET", f"/v1/trace?seconds={args.seconds}")
-    text = json.dumps(trace)
+def _show(args: argparse.Namespace, result: Any) -> int:
+    print(json.dumps(result, indent=2) if args.json else table(result))
+    return 0
+
+
+def _get(target: str) -> Callable[[argparse.Namespace, Client], int]:
+    return lambda args, client: _show(args, client.call("GET", target))
+
+
+def _post(target: str) -> Callable[[argparse.Namespace, Client], int]:
+    return lambda args, client: _show(args, client.call("POST", target, {}))
+
+
+def _requests(args: argparse.Namespace, client: Client) -> int:
+    query = f"?state={args.state}" if args.state else ""
+    return _show(args, client.call("GET", f"/v1/requests{query}"))
+
+
+def _request(args: argparse.Namespace, client: Client) -> int:
+    found = client.call("GET", f"/v1/requests/{_quoted(args.id)}")
+    if args.json:
+        return _show(args, found)
+    for choice in found:
+        steps = choice.pop("steps")
+        print(table(choice))
+        print(columns(steps[-20:]) if steps else "no steps yet")
+    return 0
+
+
+def _abort(args: argparse.Namespace, client: Client) -> int:
+    wish = {"all": args.all or None, "state": args.state, "older_than": args.older_than, "prefix": args.prefix}
+    found: list[str] = []
+    for request_id in args.ids:
+        found += client.call("DELETE", f"/v1/requests/{_quoted(request_id)}")["aborted"]
+    if not args.ids or any(value is not None for value in wish.values()):
+        found += client.call("POST", "/v1/requests/abort", {"filter": wish})["aborted"]
+    _show(args, {"aborted": found})
+    return 0 if found else _FAILED
+
+
+def _drain(args: argparse.Namespace, client: Client) -> int:
+    mode = "deadline" if args.deadline else "finish"
+    body = {"timeout": args.timeout, "mode": mode, "wait": not args.no_wait}
+    result = client.call("POST", "/v1/drain", body, timeout_s=_LONG_S)
+    _show(args, result)
+    return 0 if result["drained"] or args.no_wait else _UNFINISHED
+
+
+def _reload(args: argparse.Namespace, client: Client) -> int:
+    return _show(args, client.call("POST", "/v1/reload", {"dry_run": args.dry_run}))
+
+
+def _speculation(args: argparse.Namespace, client: Client) -> int:
+    body = {"mode": args.mode, "k": args.k, "ttl": args.ttl}
+    return _show(args, client.call("PATCH", "/v1/speculation", body))
+
+
+def _loglevel(args: argparse.Namespace, client: Client) -> int:
+    level = None if args.level == "configured" else args.level
+    return _show(args, client.call("PUT", "/v1/loglevel", {"level": level, "ttl": args.ttl}))
+
+
+def _kv(args: argparse.Namespace, client: Client) -> int:
+    if args.flush:
+        return _show(args, client.call("POST", "/v1/kv/flush", {}))
+    return _show(args, client.call("GET", "/v1/kv"))
+
+
+def _keys(args: argparse.Namespace, client: Client) -> int:
+    if args.add is not None:
+        return _show(args, client.call("POST", "/v1/keys", {"name": args.add}))
+    if args.remove is not None:
+        return _show(args, client.call("DELETE", f"/v1/keys/{_quoted(args.remove)}"))
+    return _show(args, client.call("GET", "/v1/keys"))
+
+
+def _selftest(args: argparse.Namespace, client: Client) -> int:
+    found = client.call("POST", "/v1/selftest", {}, timeout_s=_SELFTEST_S)
+    _show(args, found)
+    if not all(row["identical"] for row in found):
+        print("specd: speculation changed a text (a near tie, or a fault)", file=sys.stderr)
+        return _FAILED
+    if not any(row["drafted"] for row in found):
+        print("specd: nothing was drafted, so nothing was proved", file=sys.stderr)
+        return _FAILED
+    return 0
+
+
+def _events(args: argparse.Namespace, client: Client) -> int:
+    for number, event in enumerate(client.events(args.interval), 1):
+        print(json.dumps(event), flush=True)
+        if number == args.count:
+            break
+    return 0
+
+
+def _top(args: argparse.Namespace, client: Client) -> int:
+    return ctl_top.run(client.events(args.interval), as_json=args.json)
+
+
+def _to_file(args: argparse.Namespace, result: Any, what: str) -> int:
+    text = json.dumps(result)
     if args.output is None:
         print(text)
     else:
         args.output.write_text(text, encoding="utf-8")
-        print(f"{args.output}: {len(trace.get('traceEvents', ()))} events; open it in https://ui.perfetto.dev")
+        print(f"{args.output}: {what}")
     return 0
 
 
-class _UnixConnection(http.client.HTTPConnection):
-    def __init__(self, path: Path) -> None:
-        super().__init__("localhost", timeout=_TIMEOUT_S)
-        self._path = path
-
-    def connect(self) -> None:
-        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self.sock.settimeout(self.timeout)
-        self.sock.connect(str(self._path))
+def _trace(args: argparse.Namespace, client: Client) -> int:
+    trace = client.call("GET", f"/v1/trace?seconds={args.seconds}")
+    num_events = len(trace.get("traceEvents", ()))
+    return _to_file(args, trace, f"{num_events} events; open it in https://ui.perfetto.dev")
 
 
-def call(path: Path, method: str, target: str, body: object = None) -> Any:
-    """One call: the `result` of the reply. Raises SpecdError when nobody answers or the answer is an error."""
-    connection = _UnixConnection(path)
-    try:
-        content = None if body is None else json.dumps(body)
-        connection.request(method, target, content, {"Content-Type": "application/json"})
-        reply = json.loads(connection.getresponse().read())
-    except (OSError, http.client.HTTPException) as error:
-        raise SpecdError(f"{path}: {error}; is `specd serve` running, with this admin.socket?") from error
-    except ValueError as error:
-        raise SpecdError(f"{path}: the reply is not JSON; is it specd's control socket?") from error
-    finally:
-        connection.close()
-    if not isinstance(reply, dict) or not reply.get("ok"):
-        raise SpecdError(f"{target}: {_error_text(reply)}")
-    return reply.get("result")
+def _dump(args: argparse.Namespace, client: Client) -> int:
+    return _to_file(args, client.call("GET", "/v1/dump"), "configuration, queues and stacks; no text, no keys")
 
 
-def _error_text(reply: Any) -> str:
-    error = reply.get("error") if isinstance(reply, dict) else reply
-    return f"{error.get('code')}: {error.get('message')}" if isinstance(error, dict) else str(error)
+def _shutdown(args: argparse.Namespace, client: Client) -> int:
+    return _show(args, client.call("POST", "/v1/shutdown", {"drain": not args.now, "timeout": args.timeout}))
 
 
-def table(value: Any) -> str:
-    """A list of records as columns, a record as `name  value` lines (nested names joined with dots)."""
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return _columns(value) if value else "none"
-    if isinstance(value, Mapping):
-        lines = _flatten(value)
-        width = max((len(name) for name, _ in lines), default=0)
-        return "\n".join(f"{name:<{width}}  {text}" for name, text in lines)
-    return _cell(value)
+def _quoted(name: str) -> str:
+    return urllib.parse.quote(name, safe="")
 
 
-def _columns(records: Sequence[Any]) -> str:
-    if not all(isinstance(record, Mapping) for record in records):
-        return "\n".join(_cell(record) for record in records)
-    names = list(dict.fromkeys(name for record in records for name in record))
-    rows = [names, *([_cell(record.get(name)) for name in names] for record in records)]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(names))]
-    return "\n".join(
-        "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    )
-
-
-def _flatten(record: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
-    lines: list[tuple[str, str]] = []
-    for name, value in record.items():
-        lines += _flatten(value, f"{prefix}{name}.") if isinstance(value, Mapping) else [(prefix + name, _cell(value))]
-    return lines
-
-
-def _cell(value: Any) -> str:
-    if value is None:
-        return "-"
-    if isinstance(value, float):
-        return f"{value:.3f}".rstrip("0").rstrip(".")
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return ", ".join(_cell(item) for item in value)
-    return str(value)
+_VERBS: dict[str, Callable[[argparse.Namespace, Client], int]] = {
+    "status": _get("/v1/status"),
+    "requests": _requests,
+    "request": _request,
+    "abort": _abort,
+    "drain": _drain,
+    "resume": _post("/v1/resume"),
+    "pause": _post("/v1/pause"),
+    "unpause": _post("/v1/unpause"),
+    "reload": _reload,
+    "speculation": _speculation,
+    "loglevel": _loglevel,
+    "kv": _kv,
+    "keys": _keys,
+    "selftest": _selftest,
+    "events": _events,
+    "top": _top,
+    "trace": _trace,
+    "dump": _dump,
+    "shutdown": _shutdown,
+}

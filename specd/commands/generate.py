@@ -14,10 +14,11 @@ import uvloop
 from specd import log
 from specd.commands.settings import load_settings
 from specd.commands.terminal import TextPrinter, note, summary, wants_color
-from specd.daemon import DaemonEngine, load_engine
+from specd.daemon import load_engine
 from specd.errors import ConfigError, ModelError, RequestError
 from specd.request import FinishReason, Request, SamplingParams, SpeculationParams
 from specd.server.chat import render
+from specd.supervision import DaemonEngine
 from specd.text import Tokenizer
 
 Message = dict[str, str]

@@ -19,7 +19,7 @@ def run(args: argparse.Namespace) -> int:
     log.configure(config.log.level, config.log.format)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         try:
-            return runner.run(serve(config))
+            return runner.run(serve(config, reread=lambda: load_settings(args)))
         except LoadAbandoned:
             # An ordinary exit would wait for the loading thread, which may take minutes. Nothing is left to clean up.
             sys.stdout.flush()

@@ -12,8 +12,8 @@ import torch
 from specd.device import Device, Handle
 from specd.pipeline.verify import VerifyBatch
 from specd.sampling.chain import AcceptanceSettings, accept
-from specd.step import F32, I32, AcceptanceReport, StepPlan
-from specd.tensors import Acceptance, DraftTokens, LogitMasks, TargetOutput
+from specd.step import F32, I32, AcceptanceReport, PromptReport, StepPlan
+from specd.tensors import Acceptance, DraftTokens, LogitMasks, PromptLogprobs, TargetOutput
 
 
 def accept_rows(
@@ -28,7 +28,7 @@ def accept_rows(
     return accept(output, drafts, plan, batch.info, batch.sampling, rule=rule, settings=settings, masks=masks)
 
 
-def to_host(accepted: Acceptance, drafts: DraftTokens) -> AcceptanceReport:
+def to_host(accepted: Acceptance, drafts: DraftTokens, prompt: PromptLogprobs | None = None) -> AcceptanceReport:
     """The one copy to the host of a step. On CUDA it goes to a pinned ring and an event tells when it is there."""
     return AcceptanceReport(
         tokens=_i32(accepted.tokens),
@@ -38,7 +38,14 @@ def to_host(accepted: Acceptance, drafts: DraftTokens) -> AcceptanceReport:
         logprobs=None if accepted.logprobs is None else _f32(accepted.logprobs),
         top_ids=None if accepted.top_ids is None else _i32(accepted.top_ids),
         top_logprobs=None if accepted.top_logprobs is None else _f32(accepted.top_logprobs),
+        prompt=None
+        if prompt is None
+        else PromptReport(_f32(prompt.logprobs), _i32(prompt.top_ids), _f32(prompt.top_logprobs)),
     )
+
+
+def _report(accepted: Acceptance, drafts: DraftTokens, output: TargetOutput) -> AcceptanceReport:
+    return to_host(accepted, drafts, output.prompt)
 
 
 def _i32(tensor: torch.Tensor) -> I32:
@@ -68,5 +75,5 @@ class AcceptStage:
         accepted = self._stream.launch(
             accept_rows, self._rule, self._settings, plan, batch, drafts, output, masks, stage="accept", step=plan.step
         )
-        report = self._stream.launch(to_host, accepted, drafts, stage="report", step=plan.step)
+        report = self._stream.launch(_report, accepted, drafts, output, stage="report", step=plan.step)
         return accepted, report

@@ -7,8 +7,12 @@ import dataclasses
 
 from specd.request import SequenceDelta, TokenOrigin
 from specd.sequence import Sequence
-from specd.step import DraftSource
+from specd.status import Distribution
+from specd.step import DraftSource, StepStats
 
+_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
+_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+_STAGES = ("schedule", "draft", "verify", "refill", "step")
 _KEPT = frozenset({TokenOrigin.DRAFT, TokenOrigin.NGRAM, TokenOrigin.PREDICTION})
 
 
@@ -36,6 +40,11 @@ class Counters:
     drafted_per_position: list[int] = dataclasses.field(default_factory=list)
     accepted_per_position: list[int] = dataclasses.field(default_factory=list)
 
+    stages: dict[str, Distribution] = dataclasses.field(
+        default_factory=lambda: {name: Distribution(_SECONDS) for name in _STAGES}
+    )
+    step_tokens: Distribution = dataclasses.field(default_factory=lambda: Distribution(_TOKENS))
+
     def __post_init__(self) -> None:
         self.drafted_per_position = [0] * self.max_draft
         self.accepted_per_position = [0] * self.max_draft
@@ -44,6 +53,15 @@ class Counters:
         """A sequence's first admission."""
         self.prompt_tokens += sequence.num_prompt
         self.cached_tokens += sequence.num_cached
+
+    def measured(self, stats: StepStats) -> None:
+        """One step; stages that it did not have count nowhere."""
+        self.steps += 1
+        self.step_tokens.observe(stats.num_tokens)
+        seconds = {"draft": stats.draft_s, "verify": stats.verify_s, "refill": stats.refill_s, "step": stats.duration_s}
+        for name, value in seconds.items():
+            if value:
+                self.stages[name].observe(value)
 
     def committed(self, delta: SequenceDelta, source: DraftSource, num_drafts: int) -> None:
         """One row's emitted tokens."""

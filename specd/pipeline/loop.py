@@ -25,7 +25,10 @@ from specd.errors import EngineError, SpecdError
 from specd.log import get_logger
 from specd.pipeline.accept import AcceptStage
 from specd.pipeline.draft import DraftStage
+from specd.pipeline.failures import FailureLimit
+from specd.pipeline.masks import MaskStage
 from specd.pipeline.plan import ScheduledStep
+from specd.pipeline.prompt_scores import split_scores
 from specd.pipeline.refill import RefillStage
 from specd.pipeline.schedule import Scheduler
 from specd.pipeline.verify import VerifyBatch, VerifyStage
@@ -67,23 +70,27 @@ class Pipeline:
         device: Device,
         draft: DraftStage,
         verify: VerifyStage,
+        masks: MaskStage,
         accept: AcceptStage,
         refill: RefillStage | None,
         make_carry: Callable[[], DraftState] | None,
         publish: Callable[[list[SequenceDelta]], None],
     ) -> None:
         self.scheduler = scheduler
+        self.paused = False  # no step is scheduled; what is on its way is finished
         self._num_steps = 0
         self.last_step_s = time.monotonic()
         self._device = device
         self._draft = draft
         self._verify = verify
+        self._masks = masks
         self._accept = accept
         self._refill = refill
         self._make_carry = make_carry
         self._carry = None if make_carry is None else ready(make_carry())
         self._publish = publish
         self._work = asyncio.Event()
+        self._failures = FailureLimit()
         self._refill_failures = self._draft_failures = 0
         self._last_report_s = 0.0
 
@@ -119,8 +126,9 @@ class Pipeline:
         plan = scheduled.plan
         drafts, forwards = self._draft.launch(plan, self._carry)
         batch = self._verify.prepare(plan)
+        masks = self._masks.launch(plan, drafts)
         output = self._verify.launch(plan, batch, drafts)
-        accepted, report = self._accept.launch(plan, batch, drafts, output)
+        accepted, report = self._accept.launch(plan, batch, drafts, output, masks)
         return Launched(scheduled, batch, drafts, output, accepted, report, forwards)
 
     async def _catch_up(self, launched: Launched, previous: Launched | None) -> None:
@@ -153,19 +161,21 @@ class Pipeline:
                 await launched.refill.settled()
         reports, whole = await self._reports(launched)
         self._measure(launched, previous, reports)
+        start = time.perf_counter()
         with self._device.timeline.measure("schedule", launched.plan.step + 1):
             deltas = self.scheduler.apply(launched.scheduled, reports)
             if whole:
                 self._check_drafts(launched, reports)
             self._check_refill(launched, previous, whole=whole)
             deltas, scheduled = self._next_step(deltas)
+        self.scheduler.counters.stages["schedule"].observe(time.perf_counter() - start)
         if self._device.frames is not None and previous is not None:
             self._device.frames.retire(previous.plan.step)
         return deltas, scheduled
 
     def _next_step(self, deltas: list[SequenceDelta]) -> tuple[list[SequenceDelta], ScheduledStep | None]:
         deltas = deltas + self.scheduler.reap()
-        scheduled = self.scheduler.schedule(self._num_steps)
+        scheduled = None if self.paused else self.scheduler.schedule(self._num_steps)
         self._num_steps += scheduled is not None
         return deltas, scheduled
 
@@ -179,7 +189,9 @@ class Pipeline:
         except Exception as error:  # noqa: BLE001 - whatever a forward raises ends at most the requests that cause it
             log.error("step_failed", step=launched.plan.step, rows=len(rows), error=repr(error))
             found = await self._isolate(launched.scheduled, rows, retry=launched.plan.max_drafts > 0)
+            self._failures.note(computed=any(isinstance(report, RowReport) for report in found.values()))
             return [found[row] for row in rows], False
+        self._failures.note(computed=True)
         return _row_reports(launched.scheduled, rows, report), True
 
     async def _isolate(
@@ -195,8 +207,8 @@ class Pipeline:
             drafts = ready(
                 DraftTokens(torch.zeros((len(half), 0), dtype=torch.int64, device=self._device.torch_device))
             )
-            batch = self._verify.prepare(plan)
-            _, handle = self._accept.launch(plan, batch, drafts, self._verify.launch(plan, batch, drafts))
+            batch, masks = self._verify.prepare(plan), self._masks.launch(plan, drafts)
+            _, handle = self._accept.launch(plan, batch, drafts, self._verify.launch(plan, batch, drafts), masks)
             try:
                 report = await handle
             except Exception as error:  # noqa: BLE001 - see _reports
@@ -276,7 +288,7 @@ class Pipeline:
         )
         self._last_report_s = now
         self.last_step_s = time.monotonic()
-        self.scheduler.counters.steps += 1
+        self.scheduler.counters.measured(stats)
         if len(good) == len(reports):
             self.scheduler.length.observe_step(stats)
 
@@ -284,10 +296,13 @@ class Pipeline:
 def _row_reports(scheduled: ScheduledStep, rows: list[int], report: AcceptanceReport) -> list[RowReport | SpecdError]:
     """Rows of a report; `rows` are their indices in the scheduled step."""
     out: list[RowReport | SpecdError] = []
+    asked = scheduled.plan.prompt_scores
+    prompts = split_scores(report, [asked[row] if asked else None for row in rows])
     for i, row in enumerate(rows):
         sequence = scheduled.rows[row].sequence
         drafted = int((report.drafts[i] >= 0).sum())  # fewer than planned when the drafter failed
-        out.append(row_report(report, i, num_drafts=drafted, num_logprobs=sequence.sampling.logprobs))
+        one = row_report(report, i, num_drafts=drafted, num_logprobs=sequence.sampling.logprobs)
+        out.append(dataclasses.replace(one, prompt_logprobs=prompts[i]))
     return out
 
 

@@ -7,6 +7,8 @@ from collections.abc import Sequence as Rows
 
 import numpy as np
 
+from specd.pipeline.prompt_scores import scores_of
+from specd.proposers.base import Proposal
 from specd.sequence import Sequence
 from specd.step import I32, DraftSource, Refill, RowSampling, StepPlan, indptr
 
@@ -21,9 +23,15 @@ class Row:
     source: DraftSource = DraftSource.NONE
     num_drafts: int = 0
     host_drafts: list[int] = dataclasses.field(default_factory=list)
-    passed_over: list[int] = dataclasses.field(default_factory=list)  # a proposal that the drafter was preferred to
+    num_guessed: int = 0  # of host_drafts; what follows fills up to a pinned length
+    passed_over: Proposal | None = None  # what the drafter was preferred to
     refill: Refill = Refill.NONE
     num_refill: int = 0  # known tokens the drafter gets, from sequence.drafter_len on
+
+    @property
+    def num_predicted(self) -> int:
+        """Drafts out of the request's prediction."""
+        return min(self.num_drafts, self.num_guessed) if self.source is DraftSource.PREDICTION else 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -50,6 +58,7 @@ def build_plan(step: int, rows: Rows[Row], page_size: int) -> StepPlan:
         if row.host_drafts:
             host_drafts[i, : row.num_drafts] = row.host_drafts[: row.num_drafts]
     tokens = [s.tokens[s.num_computed : s.num_computed + row.num_known] for s, row in zip(sequences, rows, strict=True)]
+    scores = [scores_of(row.sequence, row.num_known) for row in rows]
     refills = [s.tokens[s.drafter_len : s.drafter_len + row.num_refill] for s, row in zip(sequences, rows, strict=True)]
     return StepPlan(
         step=step,
@@ -70,6 +79,7 @@ def build_plan(step: int, rows: Rows[Row], page_size: int) -> StepPlan:
         refill_indptr=indptr(_i32(len(part) for part in refills)),
         refill_tokens=_i32(token for part in refills for token in part),
         sampling=tuple(row_sampling(row.sequence) if row.emits else None for row in rows),
+        prompt_scores=tuple(scores) if any(scores) else (),
     )
 
 
@@ -101,6 +111,7 @@ def row_sampling(sequence: Sequence) -> RowSampling:
         output_counts=output_counts,
         prompt_ids=prompt_ids,
         tail=tuple(sequence.tokens[-(longest - 1) :]) if longest > 1 else (),
+        grammar=sequence.grammar,
     )
 
 

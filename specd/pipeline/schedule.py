@@ -13,7 +13,6 @@ tokens again later. Its text does not change: noise is keyed by position.
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import dataclasses
 import time
@@ -28,8 +27,11 @@ from specd.pages import PagePool
 from specd.pipeline.counters import Counters
 from specd.pipeline.draft_length import DraftLength, DraftRequest, FixedLength
 from specd.pipeline.plan import Row, ScheduledStep, build_plan
+from specd.pipeline.waiting import WaitingQueue
+from specd.proposers.base import Proposal
 from specd.request import FinishReason, SequenceDelta
 from specd.sequence import Phase, Sequence
+from specd.status import StepRecord
 from specd.step import DraftSource, DraftTraits, Refill
 
 log = get_logger(__name__)
@@ -43,6 +45,7 @@ class Limits:
     max_tokens: int
     mixed: Literal["speculate", "plain"] = "speculate"
     pad_proposals: bool = False  # `speculation.draft_len` is a number: proposals are filled up to exactly that many
+    priority_ageing_s: float = 10.0  # of waiting that one level of priority is worth
 
 
 class Scheduler:
@@ -61,8 +64,9 @@ class Scheduler:
         self.counters = counters
         self.limits = limits
         self.length = length
+        self._configured = length, limits
         self.traits = traits  # None: no drafter, or it was given up
-        self.waiting: collections.deque[Sequence] = collections.deque()
+        self.waiting = WaitingQueue(ageing_s=limits.priority_ageing_s)
         self.running: list[Sequence] = []  # oldest first
         self._free_slots = list(range(limits.max_running - 1, -1, -1))
         self._extra_slots = 0 if traits is None else traits.extra_slots
@@ -70,7 +74,7 @@ class Scheduler:
     # ---------------------------------------------------------------- sequences
 
     def add(self, sequence: Sequence) -> None:
-        self.waiting.append(sequence)
+        self.waiting.add(sequence)
 
     def reap(self) -> list[SequenceDelta]:
         """Ends what was aborted since the last step; its pages are free afterwards."""
@@ -105,10 +109,14 @@ class Scheduler:
         sequence = row.sequence
         if isinstance(report, SpecdError):
             return failure(sequence, report)
+        sequence.prompt_logprobs += report.prompt_logprobs
         delta = None
         if row.emits:
-            delta = commit(sequence, report, source=row.source, step=step)
+            delta = commit(sequence, report, source=row.source, step=step, num_predicted=row.num_predicted)
             self.counters.committed(delta, row.source, report.num_drafts)
+            self.waiting.charge(sequence, len(delta.token_ids))
+            name = row.source.name.lower() if report.num_drafts else "none"
+            sequence.history.append(StepRecord(step, name, report.num_drafts, len(delta.token_ids)))
             if report.failed:
                 return delta  # what it computed is in doubt: nothing of it is published
             sequence.num_computed = len(sequence.tokens) - 1
@@ -129,6 +137,13 @@ class Scheduler:
     def give_up_drafter(self) -> None:
         """The drafter keeps failing: from now on there is none."""
         self.traits = None
+
+    def override_length(self, length: DraftLength | None, *, pad: bool = False) -> None:
+        """Another length policy from the next step on; None: the configured one, with what it has learnt."""
+        if length is None:
+            self.length, self.limits = self._configured
+        else:
+            self.length, self.limits = length, dataclasses.replace(self._configured[1], pad_proposals=pad)
 
     @contextlib.contextmanager
     def pinned(self, length: int, *, pad: bool = True) -> Iterator[None]:
@@ -185,25 +200,24 @@ class Scheduler:
         requests, owners, proposals = [], [], []
         for row in rows:
             most = self._most_drafts(row.sequence)
-            guess = self._propose(row.sequence, most)
+            proposal = self._propose(row.sequence, most)
             draftable = self._draftable(row.sequence, most)
-            if guess and row.sequence.proposer:
-                source = row.sequence.proposer.source
-                if draftable and not self.length.prefers(row.sequence, source, DraftSource.DRAFTER):
-                    row.passed_over, guess = guess, []
-            if guess:
-                most = min(most, len(guess))
+            if proposal and draftable and not self.length.prefers(row.sequence, proposal.source, DraftSource.DRAFTER):
+                row.passed_over, proposal = proposal, None
+            if proposal:
+                source, most = proposal.source, min(most, len(proposal.tokens))
             else:
                 source, most = DraftSource.DRAFTER, draftable
             if most:
                 requests.append(DraftRequest(row.sequence, source, most))
                 owners.append(row)
-                proposals.append(guess)
+                proposals.append(proposal)
         lengths = self.length.choose(requests, len(rows) - len(requests))
         total = 0
-        for request, row, guess, length in zip(requests, owners, proposals, lengths, strict=True):
+        for request, row, proposal, length in zip(requests, owners, proposals, lengths, strict=True):
             row.source = request.source
-            row.host_drafts = guess  # also kept when nothing is verified: it is compared with what comes
+            if proposal:  # also kept when nothing is verified: it is compared with what comes
+                row.host_drafts, row.num_guessed = proposal.tokens, proposal.num_guessed
             row.num_drafts = self._fit(row.sequence, min(length, budget - total))
             total += row.num_drafts
         return total
@@ -213,13 +227,21 @@ class Scheduler:
         depth = 64 if self.traits is None else self.traits.max_depth
         return max(0, min(sequence.max_draft, left - 1, depth))
 
-    def _propose(self, sequence: Sequence, most: int) -> list[int]:
-        if sequence.proposer is None or most == 0:
-            return []
-        guess = sequence.proposer.propose(most)
-        if self.limits.pad_proposals and not (self.traits and not guess):
-            guess += [(guess or sequence.tokens)[-1]] * (most - len(guess))
-        return guess
+    def _propose(self, sequence: Sequence, most: int) -> Proposal | None:
+        """The guesses of the first proposer that has any; filled up, if need be out of nothing, to a pinned length."""
+        guess: list[int] = []
+        source = None
+        for proposer in sequence.proposers if most else ():
+            guess, source = proposer.propose(most), proposer.source
+            if guess:
+                break
+        pad = self.limits.pad_proposals
+        if source is None or not (guess or (pad and self.traits is None)):
+            return None
+        num_guessed = len(guess)
+        if pad:
+            guess += [(guess or sequence.tokens)[-1]] * (most - num_guessed)
+        return Proposal(source, guess, num_guessed)
 
     def _draftable(self, sequence: Sequence, most: int) -> int:
         """Of `most` drafts, those the drafter can make: none without a carry, none that leave its context."""
@@ -241,7 +263,7 @@ class Scheduler:
             if not sequence.decoding and budget > 0:
                 rows.append(self._chunk(sequence, budget))
                 budget -= rows[-1].num_known
-        for sequence in list(self.waiting):
+        for sequence in self.waiting:
             if budget <= 0 or not self._free_slots:
                 break
             if self._sibling_prefills(sequence):
@@ -266,13 +288,13 @@ class Scheduler:
     def _admit(self, sequence: Sequence) -> bool:
         """Moves a sequence from waiting to running with all pages of its tokens, or does nothing."""
         keys = sequence.keys.update(sequence.tokens, len(sequence.tokens) - 1)
-        pages = self.pool.match(keys)
+        pages = self.pool.match(keys[: sequence.reusable(self.pool.page_size)])
         sequence.pages = pages.copy()
         if not self._reserve(sequence, len(sequence.tokens)):
             self.pool.release(pages)
             sequence.pages = []
             return False
-        self.waiting.remove(sequence)
+        self.waiting.take(sequence)
         self.running.append(sequence)
         sequence.phase = Phase.RUNNING
         sequence.slot = self._free_slots.pop()
@@ -345,7 +367,7 @@ class Scheduler:
         sequence.phase = Phase.WAITING
         sequence.num_preemptions += 1
         self.counters.preemptions += 1
-        self.waiting.appendleft(sequence)
+        self.waiting.put_back(sequence)
 
     def _finish(self, sequence: Sequence) -> None:
         if sequence.phase is Phase.WAITING:
@@ -354,6 +376,7 @@ class Scheduler:
             self._release(sequence)
         sequence.phase = Phase.FINISHED
         self.length.forget(sequence)
+        self._configured[0].forget(sequence)
 
     def _release(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
@@ -367,9 +390,9 @@ class Scheduler:
     # ---------------------------------------------------------------- what was learnt
 
     def _observe(self, row: Row, report: RowReport) -> None:
-        if row.passed_over and report.tokens and row.sequence.proposer:
-            right = int(row.passed_over[0] == report.tokens[0])
-            self.length.observe_row(row.sequence, row.sequence.proposer.source, drafted=1, accepted=right)
+        if row.passed_over and report.tokens:
+            right = int(row.passed_over.tokens[0] == report.tokens[0])
+            self.length.observe_row(row.sequence, row.passed_over.source, drafted=1, accepted=right)
         if report.num_drafts:
             self.length.observe_row(row.sequence, row.source, drafted=report.num_drafts, accepted=report.num_accepted)
         elif row.host_drafts and report.tokens:

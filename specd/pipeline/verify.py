@@ -19,8 +19,9 @@ from specd.frames import Upload
 from specd.kv import PagedFeatures, PagedKV
 from specd.models.base import Model
 from specd.sampling.batch import SamplingBatch, sampling_batch
-from specd.step import StepPlan, indptr
-from specd.tensors import BatchInfo, DraftTokens, TargetOutput, batch_info
+from specd.sampling.logprobs import prompt_logprobs
+from specd.step import I32, StepPlan, indptr
+from specd.tensors import BatchInfo, DraftTokens, PromptRows, TargetOutput, batch_info
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -34,6 +35,7 @@ class VerifyBatch:
     logit_rows: torch.Tensor  # i64[R]
     next_prompt: torch.Tensor  # i64[B] `StepPlan.next_prompt_tokens`
     sampling: SamplingBatch
+    prompt_rows: PromptRows | None = None
 
 
 def upload(plan: StepPlan, put: Upload, vocab_size: int) -> VerifyBatch:
@@ -68,6 +70,21 @@ def upload(plan: StepPlan, put: Upload, vocab_size: int) -> VerifyBatch:
         logit_rows=put("logit_rows", logit_rows),
         next_prompt=put("next_prompt", plan.next_prompt_tokens.astype(np.int64)),
         sampling=sampling_batch(plan, vocab_size, info.positions.device),
+        prompt_rows=_prompt_rows(plan, offsets, put),
+    )
+
+
+def _prompt_rows(plan: StepPlan, offsets: I32, put: Upload) -> PromptRows | None:
+    """Where the rows' prompt tokens are scored. offsets i32[B + 1] of the rows' query tokens."""
+    wanted = [(offsets[i] + scores.first, scores) for i, scores in enumerate(plan.prompt_scores) if scores is not None]
+    if not wanted:
+        return None
+    positions = np.concatenate([np.arange(start, start + len(scores.targets)) for start, scores in wanted])
+    targets = np.concatenate([scores.targets for _, scores in wanted])
+    return PromptRows(
+        put("prompt_positions", positions.astype(np.int64)),
+        put("prompt_targets", targets.astype(np.int64)),
+        max(scores.num_top for _, scores in wanted),
     )
 
 
@@ -86,13 +103,16 @@ def forward(
     hidden, read = model.forward(tokens, batch.info, kv, features=wanted)
     if features is not None and read is not None:
         features.write(batch.info, read)
+    output = TargetOutput(tokens=tokens, logits=None, features=read)
+    if batch.prompt_rows is not None:
+        output = dataclasses.replace(output, prompt=prompt_logprobs(model.logits, hidden, batch.prompt_rows))
     emitting = hidden[batch.logit_rows]
     if batch.sampling.needs_logits:
-        return TargetOutput(tokens=tokens, logits=model.logits(emitting), features=read)
+        return dataclasses.replace(output, logits=model.logits(emitting))
     if batch.sampling.logprobs is None:
-        return TargetOutput(tokens=tokens, logits=None, features=read, best=model.best(emitting))
+        return dataclasses.replace(output, best=model.best(emitting))
     top = model.top(emitting, batch.sampling.logprobs.width(model.shape.vocab_size))
-    return TargetOutput(tokens=tokens, logits=None, features=read, best=top.best, top=top)
+    return dataclasses.replace(output, best=top.best, top=top)
 
 
 def prepare(model: Model, plan: StepPlan, put: Upload) -> VerifyBatch:

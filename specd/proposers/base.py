@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -18,5 +19,14 @@ class Proposer(Protocol):
         ...
 
     def propose(self, max_tokens: int) -> list[int]:
-        """At most max_tokens guesses for what follows; empty when it has none."""
+        """At most max_tokens guesses for what follows; empty when it has none. The list is the caller's own."""
         ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Proposal:
+    """What a row could verify this step, and whose it is."""
+
+    source: DraftSource
+    tokens: list[int]
+    num_guessed: int  # of the tokens; what follows fills up to a pinned length

@@ -115,6 +115,7 @@ class SamplingBatch:
     banned: BannedSequences | None = None
     min_tokens: MinTokens | None = None
     logprobs: Logprobs | None = None
+    constrained: bool = False  # masks come with this batch: some row has a grammar
 
     @property
     def all_greedy(self) -> bool:
@@ -132,7 +133,7 @@ class SamplingBatch:
 
         Also what is most likely, when their log-sum-exp comes with them (`TargetOutput.top`).
         """
-        return not self.all_greedy or self.processes
+        return not self.all_greedy or self.processes or self.constrained
 
     @property
     def emit_position(self) -> torch.Tensor:
@@ -226,6 +227,7 @@ def _build(
         keys=up.ints(keys[blocks.sequence]),
         position=up.ints(position[blocks.sequence]),
         sampled=_sampled(emitting, blocks, up, vocab_size),
+        constrained=plan is not None and any(state.grammar is not None for _, state in emitting),
         **features,
     )
 

@@ -8,6 +8,7 @@ Legend: B rows of the plan, L rows that ask, W = K + 1 tokens a row, R logits ro
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -16,7 +17,9 @@ from specd.kernels import draw as kernel
 from specd.kernels.top import top_of_rows
 from specd.sampling.batch import Logprobs
 from specd.sampling.blocks import in_blocks
-from specd.tensors import TopTokens
+from specd.tensors import PromptLogprobs, PromptRows, TopTokens
+
+_PROMPT_ROWS = 64
 
 
 def top_tokens(logits: torch.Tensor, k: int, rows: torch.Tensor | None = None) -> TopTokens:
@@ -66,6 +69,21 @@ def emitted_logprobs(
     if wanted.num_top == 0:
         return logprobs, None, None
     return logprobs, spread(top.tokens, -1), spread(top.logprobs(top.values), 0.0)
+
+
+def prompt_logprobs(
+    logits: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor, rows: PromptRows
+) -> PromptLogprobs:
+    """logits: `Model.logits`; hidden [T, H] of the batch. A few rows at a time: a whole prompt's logits are large."""
+    parts = []
+    for start in range(0, len(rows.targets), _PROMPT_ROWS):
+        block = slice(start, start + _PROMPT_ROWS)
+        scores = logits(hidden[rows.positions[block]])
+        top = top_tokens(scores, max(rows.num_top, 1))
+        own = scores.gather(-1, rows.targets[block, None]).float()
+        parts.append((top.logprobs(own)[:, 0], top.tokens, top.logprobs(top.values)))
+    chosen, ids, tops = (torch.cat(part) for part in zip(*parts, strict=True))
+    return PromptLogprobs(chosen, ids[:, : rows.num_top], tops[:, : rows.num_top])
 
 
 def _top_ids(scores: torch.Tensor, num_top: int) -> torch.Tensor:

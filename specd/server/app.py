@@ -4,73 +4,77 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from specd.config import Config
-from specd.errors import AbortedError, DrainingError, RequestError, SpecdError
+from specd.errors import AbortedError, DrainingError, SpecdError
 from specd.log import get_logger
+from specd.server import messages_api, responses_api
 from specd.server.auth import ApiKeys
 from specd.server.chat import ChatTemplate
-from specd.server.errors import describe, error_response, from_http, json_response
+from specd.server.cors import Cors
+from specd.server.errors import describe, error_response, from_http
 from specd.server.fields import Endpoint
 from specd.server.generation import (
     HEADERS_KEY,
     RECORD_KEY,
     REQUEST_ID_KEY,
     SALT_KEY,
+    WEIGHT_KEY,
     Generation,
+    Handler,
     valid_request_id,
 )
-from specd.server.metrics import CONTENT_TYPE, ServerMetrics, version
-from specd.server.prompts import Render
+from specd.server.load_metrics import loop_lag
+from specd.server.metrics import ServerMetrics
+from specd.server.pages import MAX_HEADER_LINE_BYTES, MAX_HEADERS, Pages, not_ready
 from specd.server.protocol import EngineProtocol
-from specd.server.responses import error_body, model_card
 from specd.status import EngineState
 from specd.text import Tokenizer
 
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
+RECONFIGURE_KEY: web.AppKey[Iterable[Callable[[Config], None]]] = web.AppKey("reconfigure", tuple)
 METRICS_KEY: web.AppKey[ServerMetrics] = web.AppKey("metrics", ServerMetrics)
 
-_STALL_S = 120.0  # a step that takes longer is a hang: /health/live says so
-_NOT_READY = {
-    EngineState.LOADING: ("loading", "The model is being loaded."),
-    EngineState.DRAINING: ("draining", "The server is shutting down."),
-    EngineState.FAILED: ("engine_failed", "The engine has failed."),
-    EngineState.STOPPED: ("draining", "The server is shutting down."),
+_PATHS = {
+    "/v1/completions": str(Endpoint.COMPLETIONS),
+    "/v1/chat/completions": str(Endpoint.CHAT),
+    responses_api.PATH: "responses",
+    messages_api.PATH: "messages",
 }
-_PATHS = {"/v1/completions": Endpoint.COMPLETIONS, "/v1/chat/completions": Endpoint.CHAT}
 
 log = get_logger("server")
 
 
-def create_app(engine: EngineProtocol, config: Config) -> web.Application:
+def create_app(engine: EngineProtocol, config: Config, *, keys: ApiKeys | None = None) -> web.Application:
     """The application around a loaded engine. Raises ConfigError (keys file) and ModelError (chat template).
 
     Run it with `create_runner`: a client that leaves must cancel its handler.
     """
-    keys = ApiKeys.from_file(config.server.api_keys_file) if config.server.api_keys_file else ApiKeys()
+    keys = ApiKeys.configured(config.server.api_keys_file) if keys is None else keys
     metrics = ServerMetrics(engine)
-    generation = Generation(engine, config, metrics=metrics, render=chat_render(engine.tokenizer))
-    pages = _Pages(engine, metrics)
-    guard = _Guard(engine, generation, keys, metrics, open_handlers=pages.open_handlers)
-    app = web.Application(client_max_size=config.server.max_body_bytes, middlewares=[guard.middleware])
+    generation = Generation(engine, config, metrics=metrics, template=chat_template(engine.tokenizer))
+    pages = Pages(engine, config, metrics, generation)
+    cors = Cors(config.server.cors_origins)
+    guard = _Guard(engine, generation, keys, metrics, cors=cors, open_handlers=pages.open_handlers)
+    messages = messages_api.MessagesApi(generation)
+    middlewares = [messages.middleware, guard.middleware]
+    app = web.Application(client_max_size=config.server.max_body_bytes, middlewares=middlewares)
     app[METRICS_KEY] = metrics
+    app.cleanup_ctx.append(loop_lag(metrics.registry))
+    app[RECONFIGURE_KEY] = (generation.reconfigure, pages.reconfigure)
     app.on_response_prepare.append(_add_headers)
+    app.on_response_prepare.append(messages.on_prepare)
+    app.on_response_prepare.append(cors.on_prepare)
     app.router.add_post("/v1/completions", generation.completions)
     app.router.add_post("/v1/chat/completions", generation.chat)
-    app.router.add_get("/v1/models", pages.models)
-    app.router.add_get("/v1/models/{name:.+}", pages.model)
-    app.router.add_get("/health", pages.ready)
-    app.router.add_get("/health/ready", pages.ready)
-    app.router.add_get("/health/live", pages.live)
-    app.router.add_get("/ping", pages.ready)
-    app.router.add_get("/version", pages.version)
-    app.router.add_get("/metrics", pages.metrics)
+    app.router.add_post(responses_api.PATH, responses_api.ResponsesApi(generation).create)
+    app.router.add_post(messages_api.PATH, messages.create)
+    app.router.add_post(messages_api.COUNT_PATH, messages.count_tokens)
+    pages.add_routes(app.router)
     return app
 
 
@@ -82,7 +86,9 @@ def create_runner(app: web.Application, *, shutdown_timeout_s: float = 60.0) -> 
         access_log=None,
         auto_decompress=False,
         logger=_protocol_logger(),
-        max_headers=64,
+        max_headers=MAX_HEADERS,
+        max_line_size=MAX_HEADER_LINE_BYTES,
+        max_field_size=MAX_HEADER_LINE_BYTES,
         shutdown_timeout=shutdown_timeout_s,
     )
 
@@ -104,17 +110,16 @@ def _protocol_logger() -> logging.Logger:
     return logger
 
 
-def chat_render(tokenizer: Tokenizer) -> Render | None:
+def chat_template(tokenizer: Tokenizer) -> ChatTemplate | None:
     """The model's chat template, compiled once; None when it has none. Raises ModelError when it does not compile."""
     if tokenizer.chat_template is None:
         return None
-    template = ChatTemplate(
+    return ChatTemplate(
         tokenizer.chat_template,
         bos_token=tokenizer.bos_token,
         eos_token=tokenizer.eos_token,
         special_tokens=tokenizer.special_tokens,
     )
-    return template.render
 
 
 class _Guard:
@@ -127,8 +132,10 @@ class _Guard:
         keys: ApiKeys,
         metrics: ServerMetrics,
         *,
+        cors: Cors,
         open_handlers: frozenset[Handler],
     ) -> None:
+        self._cors = cors
         self._engine = engine
         self._generation = generation
         self._keys = keys
@@ -158,11 +165,15 @@ class _Guard:
         return response
 
     async def _respond(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        preflight = self._cors.preflight(request)
+        if preflight is not None:
+            return preflight  # browsers send no key with it
         try:
             if request.match_info.handler not in self._open_handlers:
-                request[SALT_KEY] = self._keys.check(request.headers.get("Authorization"))
+                request[SALT_KEY] = self._keys.check(_authorization(request))
+                request[WEIGHT_KEY] = self._keys.weight(request[SALT_KEY])
             if RECORD_KEY in request and self._engine.state is not EngineState.READY:
-                return _not_ready(self._engine.state)
+                return not_ready(self._engine.state)
             return await handler(request)
         except web.HTTPException as error:
             self._note(request, f"http_{error.status}")
@@ -183,7 +194,7 @@ class _Guard:
         if RECORD_KEY in request:
             request[RECORD_KEY].error_code = code
 
-    def _close(self, request: web.Request, endpoint: Endpoint | None, status: int | None) -> None:
+    def _close(self, request: web.Request, endpoint: str | None, status: int | None) -> None:
         if status is None and RECORD_KEY in request and request[RECORD_KEY].delivered:
             status = 200
         label = _route(request)
@@ -196,6 +207,12 @@ class _Guard:
         if record.aborted_by == "client":
             self._metrics.client_disconnects.inc()
         record.close(request[REQUEST_ID_KEY], status)
+
+
+def _authorization(request: web.Request) -> str | None:
+    """OpenAI's clients send `Authorization: Bearer KEY`, Anthropic's `x-api-key: KEY`."""
+    key = request.headers.get("x-api-key")
+    return request.headers.get("Authorization", None if key is None else f"Bearer {key}")
 
 
 def _route(request: web.Request) -> str:
@@ -211,47 +228,3 @@ async def _add_headers(request: web.Request, response: web.StreamResponse) -> No
     if RECORD_KEY in request:
         elapsed_ms = (time.monotonic() - request[RECORD_KEY].arrival_s) * 1000
         response.headers["openai-processing-ms"] = str(round(elapsed_ms))
-
-
-def _not_ready(state: EngineState) -> web.Response:
-    code, message = _NOT_READY[state]
-    return json_response(error_body(message, kind="server_error", code=code), status=503, headers={"Retry-After": "2"})
-
-
-class _Pages:
-    """Everything but generation."""
-
-    def __init__(self, engine: EngineProtocol, metrics: ServerMetrics) -> None:
-        self._engine = engine
-        self._metrics = metrics
-        self.open_handlers: frozenset[Handler] = frozenset({self.ready, self.live})
-
-    async def models(self, request: web.Request) -> web.Response:
-        info = self._engine.info
-        return json_response({"object": "list", "data": [model_card(name, info) for name in info.served_names]})
-
-    async def model(self, request: web.Request) -> web.Response:
-        name = request.match_info["name"]
-        if name not in self._engine.info.served_names:
-            raise RequestError(f"the model '{name[:128]}' does not exist", code="model_not_found", param="model")
-        return json_response(model_card(name, self._engine.info))
-
-    async def ready(self, request: web.Request) -> web.Response:
-        state = self._engine.state
-        return json_response({"status": "ok"}) if state is EngineState.READY else _not_ready(state)
-
-    async def live(self, request: web.Request) -> web.Response:
-        """Alive means that tokens are made, or that there are none to make."""
-        stats = self._engine.stats()
-        if stats.state in (EngineState.FAILED, EngineState.STOPPED):
-            return _not_ready(stats.state)
-        if stats.running and stats.last_progress_s > _STALL_S:
-            text = f"No step has finished for {stats.last_progress_s:.0f} s."
-            return json_response(error_body(text, kind="server_error", code="stalled"), status=503)
-        return json_response({"status": "ok", "state": stats.state, "last_progress_s": stats.last_progress_s})
-
-    async def version(self, request: web.Request) -> web.Response:
-        return json_response({"version": version()})
-
-    async def metrics(self, request: web.Request) -> web.Response:
-        return web.Response(body=self._metrics.expose(), headers={"Content-Type": CONTENT_TYPE})

@@ -4,25 +4,30 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import re
 import secrets
-from collections.abc import Iterable
+from collections.abc import Mapping
 from pathlib import Path
 
 from specd.errors import ConfigError, RequestError
 
 _HASHED = "sha256:"
+_WEIGHT = re.compile(r"(\S+)\s+weight=([0-9]{1,4})")
 
 
 class ApiKeys:
-    """SHA-256 digests of the keys that are let in; no keys = everybody is."""
+    """SHA-256 digests of the keys that are let in, each with its weight in the queue; no keys = everybody is."""
 
-    def __init__(self, digests: Iterable[bytes] = ()) -> None:
-        self._digests = tuple(digests)
+    def __init__(self, weights: Mapping[bytes, int] | None = None) -> None:
+        self._digests = tuple(weights or ())
         self._secret = secrets.token_bytes(32)
+        self._weights = {self._salt(digest): weight for digest, weight in (weights or {}).items()}
 
     @classmethod
     def from_file(cls, path: str) -> ApiKeys:
-        """One key a line, or `sha256:HEX` of one; blank lines and lines that begin with # are skipped.
+        """One key a line, or `sha256:HEX` of one, and after it perhaps ` weight=N` (1 to 1000, else 1).
+
+        Blank lines and lines that begin with # are skipped.
 
         Raises ConfigError when it cannot be read or holds no key: an empty file must not open the server.
         """
@@ -33,7 +38,17 @@ class ApiKeys:
         keys = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
         if not keys:
             raise ConfigError(f"server.api_keys_file: {path} has no key; write one a line or leave it empty")
-        return cls(_digest(key, path) for key in keys)
+        return cls(dict(entry_of(key, path) for key in keys))
+
+    @classmethod
+    def configured(cls, path: str) -> ApiKeys:
+        """Those of `server.api_keys_file`; none are asked for when it is empty. Raises ConfigError."""
+        return cls.from_file(path) if path else cls()
+
+    def replace(self, other: ApiKeys) -> None:
+        """Lets the other's keys in instead. A key that stays keeps its salt, hence its caches."""
+        self._digests = other._digests
+        self._weights = {self._salt(digest): other._weights[other._salt(digest)] for digest in other._digests}
 
     def check(self, authorization: str | None) -> bytes:
         """Lets a request in and gives the salt that separates this key's caches from the others' (b"" without keys).
@@ -47,7 +62,25 @@ class ApiKeys:
         matches = [hmac.compare_digest(digest, known) for known in self._digests]
         if scheme.lower() != "bearer" or not any(matches):
             raise RequestError("a valid API key is required: Authorization: Bearer KEY", code="invalid_api_key")
+        return self._salt(digest)
+
+    def weight(self, salt: bytes) -> int:
+        """The share of the queue of the key whose salt `check` gave."""
+        return self._weights.get(salt, 1)
+
+    def _salt(self, digest: bytes) -> bytes:
         return hmac.digest(self._secret, digest, "sha256")
+
+
+def entry_of(line: str, path: str) -> tuple[bytes, int]:
+    """(digest, weight) of one line of the file. Raises ConfigError."""
+    found = _WEIGHT.fullmatch(line)
+    if found is None:
+        return _digest(line, path), 1
+    weight = int(found[2])
+    if not 1 <= weight <= 1000:
+        raise ConfigError(f"server.api_keys_file: {path} has a line with weight={weight}; it must be from 1 to 1000")
+    return _digest(found[1], path), weight
 
 
 def _digest(key: str, path: str) -> bytes:

@@ -78,10 +78,12 @@ class ChatTemplate:
         messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool = True,
+        continue_final: bool = False,
         kwargs: Mapping[str, Any] | None = None,
     ) -> RenderedChat:
         """The chat as the template writes it. Content parts are joined by a newline before the template sees them.
 
+        continue_final: the text ends where the content of the last message does, so that it can be continued.
         kwargs become template variables; one the template does not read changes nothing. RequestError: code
         `template_error` when the template refuses the messages or its output is too large, `unsupported_parameter`
         for a content part that is not text or a kwarg that would replace what the server sets.
@@ -98,12 +100,20 @@ class ChatTemplate:
             message = "the messages are nested too deeply"
             raise RequestError(message, code="template_error", param="messages") from error
         context["add_generation_prompt"] = add_generation_prompt
+        end = mask.unused() if continue_final else ""
+        if continue_final:
+            context["messages"][-1]["content"] += end
         try:
             text = self._generate(context)
         except _TEMPLATE_ERRORS as error:
             reason = str(error).translate(mask.texts)[:500]
             message = f"the chat template refused the messages: {reason or type(error).__name__}"
             raise RequestError(message, code="template_error", param="messages") from error
+        if continue_final:
+            if text.count(end) != 1:
+                message = "this model's chat template does not write the last message once: it cannot be continued"
+                raise RequestError(message, code="template_error", param="continue_final_message")
+            text = text[: text.index(end)]
         return RenderedChat(text, mask.texts)
 
     def _generate(self, context: Mapping[str, Any]) -> str:
@@ -168,6 +178,13 @@ class _Mask:
             case _:
                 return value
 
+    def unused(self) -> str:
+        """A character that is not in the input, for marking a place in the output."""
+        mark = next(self._free, None)
+        if mark is None:
+            raise RequestError("the messages use every private-use character", code="template_error")
+        return mark
+
     def _name(self, value: Any) -> Any:
         return self._whole(value) if isinstance(value, str) else self.apply(value)
 
@@ -183,10 +200,7 @@ class _Mask:
     def _mark(self, text: str) -> str:
         mark = self._marks.get(text)
         if mark is None:
-            mark = next(self._free, None)
-            if mark is None:
-                raise RequestError("the messages use every private-use character", code="template_error")
-            self._marks[text] = mark
+            self._marks[text] = mark = self.unused()
             self.texts[ord(mark)] = text
         return mark
 

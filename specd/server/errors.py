@@ -7,7 +7,16 @@ from collections.abc import Mapping
 import orjson
 from aiohttp import web
 
-from specd.errors import AbortedError, DrainingError, QueueFullError, RequestError, SpecdError
+from specd.errors import (
+    AbortedError,
+    DeadlineError,
+    DrainingError,
+    GrammarError,
+    OverloadedError,
+    QueueTimeoutError,
+    RequestError,
+    SpecdError,
+)
 from specd.server.responses import error_body
 
 _MAX_MESSAGE = 1000
@@ -41,12 +50,19 @@ def describe(error: BaseException) -> tuple[int, dict[str, object], dict[str, st
             kind = _KINDS.get(status, "invalid_request_error")
             headers = {"WWW-Authenticate": "Bearer"} if status == 401 else {}
             return status, error_body(message, kind=kind, code=error.code, param=error.param), headers
-        case QueueFullError():
-            headers = {"Retry-After": "1", "x-should-retry": "true"}
+        case GrammarError():
+            headers = {"x-should-retry": "false"}
+            return 400, error_body(message, kind="invalid_request_error", code=error.code), headers
+        case OverloadedError():
+            headers = {"Retry-After": str(error.retry_after_s), "x-should-retry": "true"}
             return 429, error_body(message or "The queue is full.", kind="rate_limit_error", code=error.code), headers
         case DrainingError():
             text = "The server is shutting down."
             return 503, error_body(text, kind="server_error", code=error.code), {"Retry-After": "2"}
+        case QueueTimeoutError():
+            return 503, error_body(message, kind="server_error", code=error.code), {"x-should-retry": "true"}
+        case DeadlineError():
+            return 504, error_body(message, kind="server_error", code=error.code), {"x-should-retry": "false"}
         case AbortedError():
             text = "The request was ended by the server."
             return 503, error_body(text, kind="server_error", code=error.code), {"x-should-retry": "false"}

@@ -8,36 +8,59 @@ without a finish reason would be taken as a whole answer.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import itertools
+import math
 import time
 import uuid
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from aiohttp import web
 
 from specd.config import Config
-from specd.errors import AbortedError, EngineError, RequestError
+from specd.errors import (
+    AbortedError,
+    AdminAbortedError,
+    DeadlineError,
+    EngineError,
+    QueueTimeoutError,
+    RequestError,
+    ShutdownError,
+)
+from specd.listeners import is_loopback
 from specd.log import get_logger
 from specd.request import FinishReason, SequenceDelta
+from specd.server.chat import ChatTemplate
+from specd.server.checks import REQUEST_ID, out_of_range
 from specd.server.errors import describe, json_response
-from specd.server.fields import REQUEST_ID, Endpoint, report_names
+from specd.server.fields import SPECULATION, Endpoint, report_names
 from specd.server.metrics import ServerMetrics
-from specd.server.openai import GenerationCall, build_call, read_body
-from specd.server.prompts import Render, chat_prompt, check_messages, completion_prompts
+from specd.server.openai import GenerationCall, build_call, parse_json, read_body
+from specd.server.predictions import prediction_ids
+from specd.server.prompts import chat_options, chat_prompt, check_messages, completion_prompts, unread_kwargs
 from specd.server.protocol import EngineProtocol
 from specd.server.record import RequestRecord
 from specd.server.responses import ChoiceText, ResponseWriter
-from specd.server.sse import KEEP_ALIVE, StreamEncoder, event
+from specd.server.sending import Sender, SlowClientError
+from specd.server.sse import StreamEncoder
 from specd.server.streams import DeltaStreams
+from specd.server.translation import Encoder, Translate, Translation, own_names
 
 REQUEST_ID_KEY: web.RequestKey[str] = web.RequestKey("request_id", str)
 SALT_KEY: web.RequestKey[bytes] = web.RequestKey("cache_salt", bytes)
 HEADERS_KEY: web.RequestKey[dict[str, str]] = web.RequestKey("headers", dict)
+WEIGHT_KEY: web.RequestKey[int] = web.RequestKey("weight", int)
 RECORD_KEY: web.RequestKey[RequestRecord] = web.RequestKey("record", RequestRecord)
 
 _BODY_DEADLINE_S = 30.0
-_SEND_DEADLINE_S = 30.0  # a client that reads nothing for so long is given up
+_MOST_TIMEOUT_S = 86400.0
+_ABORTED_BY: dict[type[Exception], str] = {
+    QueueTimeoutError: "deadline",
+    DeadlineError: "deadline",
+    ShutdownError: "drain",
+    AdminAbortedError: "admin",
+}
 _INLINE_BYTES = 8192  # longer bodies are tokenised in a thread
 _STREAM_HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
@@ -45,25 +68,33 @@ _STREAM_HEADERS = {
     "X-Accel-Buffering": "no",
 }
 
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+Work = TypeVar("Work")
+
 log = get_logger("server")
 
 
-class SlowClientError(Exception):
-    """The client did not read its stream in time."""
+def as_it_is(body: dict[str, Any]) -> Translation:
+    """OpenAI's completions: nothing to translate."""
+    return Translation(body, encoder=StreamEncoder, whole=ResponseWriter.whole)
 
 
 class Generation:
     """Handlers of /v1/completions and /v1/chat/completions."""
 
     def __init__(
-        self, engine: EngineProtocol, config: Config, *, metrics: ServerMetrics, render: Render | None
+        self, engine: EngineProtocol, config: Config, *, metrics: ServerMetrics, template: ChatTemplate | None
     ) -> None:
         self._engine = engine
         self._config = config
         self._metrics = metrics
-        self._render = render
+        self._template = template
         self._live: set[str] = set()
         self._serials = itertools.count()
+
+    def reconfigure(self, config: Config) -> None:
+        """For requests that come from now on, and for how running streams are sent."""
+        self._config = config
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         return await self._handle(request, Endpoint.COMPLETIONS)
@@ -71,52 +102,81 @@ class Generation:
     async def chat(self, request: web.Request) -> web.StreamResponse:
         return await self._handle(request, Endpoint.CHAT)
 
-    def record(self, endpoint: Endpoint) -> RequestRecord:
+    async def translated(self, request: web.Request, translate: Translate) -> web.StreamResponse:
+        """A request of another API, answered as a chat completion is. Raises RequestError in that API's names."""
+        return await self._handle(request, Endpoint.CHAT, translate)
+
+    def record(self, endpoint: str) -> RequestRecord:
         return RequestRecord(endpoint, self._metrics, drafter=self._engine.info.drafter)
 
-    async def _handle(self, request: web.Request, endpoint: Endpoint) -> web.StreamResponse:
+    async def _handle(
+        self, request: web.Request, endpoint: Endpoint, translate: Translate = as_it_is
+    ) -> web.StreamResponse:
         record = request[RECORD_KEY]
-        raw = await _read_body(request)
-        strict = request.headers.get("x-specd-strict") == "1"
-        values, ignored = read_body(raw, endpoint, self._config, self._engine.info, strict=strict)
-        if len(raw) > _INLINE_BYTES:
-            prompts, unread = await asyncio.to_thread(self._prompts, values, endpoint)
-        else:
-            prompts, unread = self._prompts(values, endpoint)
-        self._note_ignored(request, ignored + unread, strict)
+        self._engine.admit(request[SALT_KEY])  # before a body is read that would be refused anyway
+        timeout_s = _timeout(request.headers.get("x-request-timeout"))
+        values, prompts, translation = await self.read(request, endpoint, translate)
         request[REQUEST_ID_KEY] = name = self._free_id(values.get("request_id", request[REQUEST_ID_KEY]))
         self._live.add(name)
         try:
-            call = build_call(
-                values,
-                prompts,
-                endpoint=endpoint,
-                config=self._config,
-                info=self._engine.info,
-                tokenizer=self._engine.tokenizer,
-                request_id=name,
-                created=int(time.time()),
-                arrival_s=record.arrival_s,
-                serial=next(self._serials),
-                cache_salt=request[SALT_KEY],
-            )
+            with own_names(translation.params):
+                call = build_call(
+                    values,
+                    prompts,
+                    endpoint=endpoint,
+                    config=self._config,
+                    info=self._engine.info,
+                    tokenizer=self._engine.tokenizer,
+                    request_id=name,
+                    created=int(time.time()),
+                    arrival_s=record.arrival_s,
+                    serial=next(self._serials),
+                    cache_salt=request[SALT_KEY],
+                    weight=request[WEIGHT_KEY],
+                    timeout_s=timeout_s,
+                    exposed=_exposed(request),
+                )
             record.call = call
-            request[HEADERS_KEY]["x-specd-seed"] = str(call.seed)
-            return await self._answer(request, call, record)
+            request[HEADERS_KEY] |= {"x-specd-seed": str(call.seed), "x-specd-drafter": self._engine.info.drafter}
+            if (grammar := call.requests[0].sampling.grammar) is not None:
+                await self._engine.prepare_grammar(grammar)
+            return await self._answer(request, call, record, translation)
         finally:
             self._live.discard(name)
 
-    def _prompts(self, values: dict[str, Any], endpoint: Endpoint) -> tuple[list[tuple[int, ...]], tuple[str, ...]]:
+    async def read(
+        self, request: web.Request, endpoint: Endpoint, translate: Translate = as_it_is
+    ) -> tuple[dict[str, Any], list[tuple[int, ...]], Translation]:
+        """The checked fields of a body, the token ids of its prompts and how it is answered. Raises RequestError."""
+        raw = await read_raw(request)
+        strict = request.headers.get("x-specd-strict") == "1"
+        translation = translate(parse_json(raw))
+        with own_names(translation.params):
+            values, ignored = read_body(translation.body, endpoint, self._config, self._engine.info, strict=strict)
+            prompts, unread = await long_work(len(raw), self.prompts, values, endpoint)
+        ignored += translation.ignored
+        if "prediction" in values:
+            text, info = values["prediction"], self._engine.info
+            ids = await long_work(len(raw), prediction_ids, text, self._engine.tokenizer, info.max_len)
+            values["prediction"] = ids
+        self.note_ignored(request, ignored + unread, strict=strict)
+        _speculation_header(values, request.headers.get("x-specd-speculation"))
+        return values, prompts, translation
+
+    def prompts(self, values: Mapping[str, Any], endpoint: Endpoint) -> tuple[list[tuple[int, ...]], tuple[str, ...]]:
         """Token ids of every prompt, and names in messages that nobody reads. May be slow."""
         tokenizer, info = self._engine.tokenizer, self._engine.info
         if endpoint is Endpoint.CHAT:
             messages, unread = check_messages(values["messages"])
-            return [chat_prompt(messages, tokenizer, self._render)], unread
+            options = chat_options(values, messages)
+            prompt = chat_prompt(messages, tokenizer, self._template, options)
+            return [prompt], unread + unread_kwargs(values, self._template)
         limit = self._config.server.max_prompts
         prompts = completion_prompts(values["prompt"], tokenizer, vocab_size=info.vocab_size, max_prompts=limit)
         return prompts, ()
 
-    def _note_ignored(self, request: web.Request, names: tuple[str, ...], strict: bool) -> None:
+    def note_ignored(self, request: web.Request, names: tuple[str, ...], *, strict: bool) -> None:
+        """Reports names that nobody reads. Raises RequestError where the client wants none."""
         if not names:
             return
         shown = report_names(names)
@@ -129,40 +189,46 @@ class Generation:
         """The client's own name, with a suffix while another request of that name is live."""
         return name if name not in self._live else f"{name}-{uuid.uuid4().hex[:8]}"
 
-    async def _answer(self, request: web.Request, call: GenerationCall, record: RequestRecord) -> web.StreamResponse:
+    async def _answer(
+        self, request: web.Request, call: GenerationCall, record: RequestRecord, translation: Translation
+    ) -> web.StreamResponse:
         writer = ResponseWriter(call, self._engine.info, self._engine.tokenizer)
         async with DeltaStreams(self._engine, call) as streams:
             if call.stream:
-                return await self._stream(request, writer, streams, record)
-            choices = [ChoiceText() for _ in range(call.num_choices)]
-            while batch := await streams.get():
-                _raise_failure(batch, record)
+                return await self._stream(request, translation.encoder(writer), streams, record)
+            choices = writer.choices()
+            while arrived := await streams.get():
+                batch, failure = _split(arrived, record)
+                if failure is not None:
+                    raise failure
                 for choice, delta in batch:
                     choices[choice].add(delta)
             _check_finished(choices)
-        body = json_response(writer.whole(choices))
+        request[HEADERS_KEY]["x-specd-accept-length"] = f"{_accept_length(choices):.3f}"
+        body = json_response(translation.whole(writer, choices))
         record.bytes_sent = body.content_length or 0
         return body
 
     async def _stream(
-        self, request: web.Request, writer: ResponseWriter, streams: DeltaStreams, record: RequestRecord
+        self, request: web.Request, encoder: Encoder, streams: DeltaStreams, record: RequestRecord
     ) -> web.StreamResponse:
-        encoder = StreamEncoder(writer)
-        batch: Sequence[tuple[int, SequenceDelta]] = await streams.get()
-        _raise_failure(batch, record)
+        batch, failure = _split(await streams.get(), record)
+        if failure is not None and not any(delta.token_ids for _, delta in batch):
+            raise failure
         if not batch:
             _check_finished(encoder.choices)
         response = web.StreamResponse(headers=_STREAM_HEADERS)
         await response.prepare(request)
+        sender = Sender(request, response, record, timeout_s=self._config.server.slow_client_timeout_s)
         try:
-            await _send(response, encoder.start(), record)
-            while batch:
-                data = b"".join([encoder.push(choice, delta) for choice, delta in batch])
-                await _send(response, data, record)
-                batch = await self._next(streams, response, record)
-                _raise_failure(batch, record)
+            await sender.send(encoder.start())
+            while batch or failure:
+                await sender.send(b"".join([encoder.push(choice, delta) for choice, delta in batch]))
+                if failure is not None:
+                    raise failure
+                batch, failure = _split(await self._next(streams, sender, encoder.keep_alive), record)
             _check_finished(encoder.choices)
-            await _send(response, encoder.end(), record)
+            await sender.send(encoder.end())
             record.delivered = True
             await response.write_eof()
         except ConnectionError:
@@ -170,23 +236,25 @@ class Generation:
         except SlowClientError:
             record.aborted_by = "slow"
             self._metrics.slow_client_aborts.inc()
-            _transport(request).abort()
+            sender.transport.abort()
         except Exception as error:  # noqa: BLE001  every failure must reach the client as an event
-            await self._break_off(request, response, error, record)
+            await self._break_off(request, sender, error, record, encoder)
+        finally:
+            self._metrics.coalesced.inc(streams.num_joined)
         return response
 
     async def _next(
-        self, streams: DeltaStreams, response: web.StreamResponse, record: RequestRecord
+        self, streams: DeltaStreams, sender: Sender, keep_alive: bytes
     ) -> Sequence[tuple[int, SequenceDelta]]:
-        """The next deltas; comments keep the connection alive while there are none."""
+        """The next deltas; keep_alive is sent while there are none."""
         while True:
             try:
                 return await streams.get(self._config.server.keep_alive_s)
             except TimeoutError:
-                await _send(response, KEEP_ALIVE, record)
+                await sender.send(keep_alive)
 
     async def _break_off(
-        self, request: web.Request, response: web.StreamResponse, error: Exception, record: RequestRecord
+        self, request: web.Request, sender: Sender, error: Exception, record: RequestRecord, encoder: Encoder
     ) -> None:
         """Error event, then the connection is closed without the chunk that would end the body."""
         _, body, _ = describe(error)
@@ -196,21 +264,19 @@ class Generation:
         else:
             log.error("stream_failed", request_id=request[REQUEST_ID_KEY], exc_info=error)
         try:
-            await _send(response, event(body), record)
+            await sender.send(encoder.failed(body))
         except (ConnectionError, SlowClientError):
-            _transport(request).abort()
+            sender.transport.abort()
             return
-        _transport(request).close()  # writes out what is buffered; the body's end can no longer be written
+        sender.transport.close()  # writes out what is buffered; the body's end can no longer be written
 
 
-def _transport(request: web.Request) -> asyncio.Transport:
-    transport = request.transport
-    if transport is None:
-        raise ConnectionResetError("the client is gone")
-    return transport
+async def long_work(num_bytes: int, work: Callable[..., Work], *args: Any) -> Work:
+    """`work(*args)`; in a thread when the body it is about is long."""
+    return work(*args) if num_bytes <= _INLINE_BYTES else await asyncio.to_thread(work, *args)
 
 
-async def _read_body(request: web.Request) -> bytes:
+async def read_raw(request: web.Request) -> bytes:
     """The raw JSON body. Raises RequestError (415, 408); aiohttp raises 413 by itself."""
     kind = request.content_type
     if kind != "application/json" and not kind.endswith("+json"):
@@ -225,27 +291,64 @@ async def _read_body(request: web.Request) -> bytes:
         raise RequestError(f"the body took longer than {_BODY_DEADLINE_S:g} s", code="request_timeout") from error
 
 
-async def _send(response: web.StreamResponse, data: bytes, record: RequestRecord) -> None:
-    if not data:
-        return
-    try:
-        async with asyncio.timeout(_SEND_DEADLINE_S):
-            await response.write(data)
-    except TimeoutError as error:
-        raise SlowClientError(f"nothing was read for {_SEND_DEADLINE_S:g} s") from error
-    record.bytes_sent += len(data)
-
-
-def _raise_failure(batch: Sequence[tuple[int, SequenceDelta]], record: RequestRecord) -> None:
-    """Counts a batch of deltas; the first that failed ends the whole answer."""
+def _split(
+    batch: Sequence[tuple[int, SequenceDelta]], record: RequestRecord
+) -> tuple[list[tuple[int, SequenceDelta]], Exception | None]:
+    """Counts a batch of deltas: what there is to deliver, and the first failure, which ends the whole answer."""
+    good: list[tuple[int, SequenceDelta]] = []
+    failure: Exception | None = None
     for choice, delta in batch:
         record.observe(choice, delta)
-    for _, delta in batch:
-        if delta.finish_reason is FinishReason.ERROR:
-            raise delta.error or EngineError("the engine gave no reason")
-        if delta.finish_reason is FinishReason.ABORT:
-            record.aborted_by = "server"
-            raise delta.error or AbortedError("ended by the server")
+        if delta.finish_reason not in (FinishReason.ERROR, FinishReason.ABORT):
+            good.append((choice, delta))
+            continue
+        if delta.token_ids or delta.text:
+            good.append((choice, dataclasses.replace(delta, finish_reason=None, error=None, stats=None)))
+        if failure is None and delta.finish_reason is FinishReason.ERROR:
+            failure = delta.error or EngineError("the engine gave no reason")
+        elif failure is None:
+            failure = delta.error or AbortedError("ended by the server")
+            record.aborted_by = _ABORTED_BY.get(type(failure), "server")
+    return good, failure
+
+
+def _timeout(header: str | None) -> float | None:
+    """The seconds that `x-request-timeout` gives. Raises RequestError."""
+    if header is None:
+        return None
+    try:
+        seconds = float(header)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds <= _MOST_TIMEOUT_S:
+        raise out_of_range("x-request-timeout", f"seconds above 0 and at most {_MOST_TIMEOUT_S:g}", header)
+    return seconds
+
+
+def _speculation_header(values: dict[str, Any], header: str | None) -> None:
+    """`x-specd-speculation: off` (or auto) is `speculation.mode` for clients that cannot add fields.
+
+    Raises RequestError for another value, and where the body says otherwise.
+    """
+    if header is None:
+        return
+    mode = SPECULATION({"mode": header}, "x-specd-speculation")["mode"]
+    given = values.setdefault("speculation", {})
+    if given.setdefault("mode", mode) != mode:
+        raise out_of_range("x-specd-speculation", f"{given['mode']}, as 'speculation.mode' says", header)
+
+
+def _exposed(request: web.Request) -> bool:
+    """Whether the answer leaves this machine."""
+    peer = None if request.transport is None else request.transport.get_extra_info("peername")
+    return isinstance(peer, tuple) and not is_loopback(peer[0])
+
+
+def _accept_length(choices: Sequence[ChoiceText]) -> float:
+    """Tokens of a step with drafts, over all choices; 0 when there was none."""
+    stats = [choice.stats for choice in choices if choice.stats is not None]
+    steps = sum(item.num_spec_steps for item in stats)
+    return 1 + sum(item.num_accepted_tokens for item in stats) / steps if steps else 0.0
 
 
 def _check_finished(choices: Sequence[ChoiceText]) -> None:

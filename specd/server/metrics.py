@@ -15,6 +15,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import generate_latest
 
 from specd.request import FinishReason, SequenceStats
+from specd.server.load_metrics import LoadCollector
 from specd.server.protocol import EngineProtocol
 from specd.status import EngineInfo, EngineState, EngineStats
 
@@ -25,6 +26,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _TTFT_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 600)
 _ITL_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 _E2E_S = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
+_N = (1, 2, 5, 10, 20)
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
 
 _VLLM_TEXTS = {
@@ -56,7 +58,7 @@ class ServerMetrics:
 
     def __init__(self, engine: EngineProtocol) -> None:
         self.registry = CollectorRegistry(auto_describe=False)
-        self._model = engine.info.served_names[0]
+        self._labels = _vllm_labels(engine.info)
         self.ttft = self._histogram(
             "vllm:time_to_first_token_seconds", "Time from a request's arrival to its first token.", _TTFT_S
         )
@@ -92,14 +94,40 @@ class ServerMetrics:
         self.slow_client_aborts = self._counter(
             "specd_slow_client_aborts", "Streams that were ended because their client did not read."
         )
+        self.coalesced = self._counter(
+            "specd_stream_joined_deltas", "Deltas that were sent together because their client read slowly."
+        )
         self.client_disconnects = self._counter(
             "specd_client_disconnects", "Requests whose client closed the connection before the end."
         )
+        self._prefill = self._histogram(
+            "vllm:request_prefill_time_seconds", "Time from a choice's first schedule to its first token.", _TTFT_S
+        )
+        self._decode = self._histogram(
+            "vllm:request_decode_time_seconds", "Time from a choice's first token to its last.", _E2E_S
+        )
+        self._inference = self._histogram(
+            "vllm:request_inference_time_seconds", "Time from a choice's first schedule to its last token.", _E2E_S
+        )
+        self.max_tokens = self._histogram(
+            "vllm:request_params_max_tokens", "Largest output that a request allowed, in tokens.", _TOKENS
+        )
+        self.n = self._histogram("vllm:request_params_n", "Choices that a request asked for.", _N)
+        self.longest = self._histogram(
+            "vllm:request_max_num_generation_tokens", "Tokens of a request's longest choice.", _TOKENS
+        )
+        self.backpressure = Histogram(
+            "specd_stream_backpressure_seconds",
+            "Time that a stream waited for its client to read.",
+            buckets=_TTFT_S,
+            registry=self.registry,
+        )
         self.registry.register(_EngineCollector(engine))
+        self.registry.register(LoadCollector(engine, self._labels))
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-        family = Histogram(name, text, ["model_name"], buckets=buckets, registry=self.registry)
-        return family.labels(self._model)
+        family = Histogram(name, text, [*self._labels], buckets=buckets, registry=self.registry)
+        return family.labels(**self._labels)
 
     def _counter(self, name: str, text: str) -> Counter:
         return Counter(name, text, registry=self.registry)
@@ -109,6 +137,10 @@ class ServerMetrics:
         self._queue.observe(stats.queue_s)
         self._prompt.observe(stats.prompt_tokens)
         self._output.observe(stats.completion_tokens)
+        self._inference.observe(stats.total_s - stats.queue_s)
+        if stats.completion_tokens:
+            self._prefill.observe(stats.ttft_s - stats.queue_s)
+            self._decode.observe(stats.total_s - stats.ttft_s)
         if stats.completion_tokens > 1:
             self._tpot.observe((stats.total_s - stats.ttft_s) / (stats.completion_tokens - 1))
 
@@ -122,7 +154,7 @@ class _EngineCollector:
 
     def __init__(self, engine: EngineProtocol) -> None:
         self._engine = engine
-        self._model = engine.info.served_names[0]
+        self._labels = _vllm_labels(engine.info)
 
     def collect(self) -> Iterator[Metric]:
         stats = self._engine.stats()
@@ -132,7 +164,7 @@ class _EngineCollector:
         yield from self._gauges(stats)
 
     def _vllm(self, stats: EngineStats) -> Iterator[Metric]:
-        """vLLM's names, with its label model_name."""
+        """vLLM's names, with its labels."""
         used = stats.pages_total - stats.pages_free
         counters = {
             "spec_decode_num_drafts": sum(stats.drafts.values()),
@@ -162,16 +194,16 @@ class _EngineCollector:
             "kv_cache_usage_perc": used / stats.pages_total if stats.pages_total else 0.0,
         }
         for name, level in gauges.items():
-            family = GaugeMetricFamily(f"vllm:{name}", _VLLM_TEXTS[name], labels=["model_name"])
-            family.add_metric([self._model], level)
+            family = GaugeMetricFamily(f"vllm:{name}", _VLLM_TEXTS[name], labels=[*self._labels])
+            family.add_metric([*self._labels.values()], level)
             yield family
 
     def _labelled(
         self, name: str, text: str, values: Mapping[tuple[str, ...], float], *labels: str
     ) -> CounterMetricFamily:
-        family = CounterMetricFamily(name, text, labels=["model_name", *labels])
+        family = CounterMetricFamily(name, text, labels=[*self._labels, *labels])
         for key, value in values.items():
-            family.add_metric([self._model, *key], value)
+            family.add_metric([*self._labels.values(), *key], value)
         return family
 
     def _requests(self, stats: EngineStats) -> Iterator[Metric]:
@@ -261,11 +293,16 @@ class _EngineCollector:
         yield build
 
 
+def _vllm_labels(info: EngineInfo) -> dict[str, str]:
+    """What vLLM puts on each of its series."""
+    return {"model_name": info.served_names[0], "engine": "0"}
+
+
 def _sources(info: EngineInfo) -> tuple[str, ...]:
     """Who proposes, by the names that the engine's counters use."""
     if info.drafter == "none":
         return ()
-    return ("ngram",) if info.drafter == "ngram" else ("drafter",)
+    return "ngram" if info.drafter == "ngram" else "drafter", "prediction"
 
 
 def _counter(name: str, text: str, value: float) -> CounterMetricFamily:

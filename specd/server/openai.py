@@ -12,12 +12,16 @@ import orjson
 from specd.config import Config
 from specd.errors import RequestError
 from specd.request import Request, SamplingParams, SpeculationParams
-from specd.server.fields import Endpoint, out_of_range, read_fields, report_names
+from specd.server.checks import out_of_range
+from specd.server.echo import Echo, echo_of
+from specd.server.fields import Endpoint, read_fields, report_names
+from specd.server.structured import grammar_of
 from specd.status import EngineInfo
 from specd.text import Tokenizer
 
 PREFIXES = {Endpoint.COMPLETIONS: "cmpl-", Endpoint.CHAT: "chatcmpl-"}
 _DEFAULT_COMPLETION_TOKENS = 16
+_TIER_PRIORITIES = {"flex": 6, "priority": -6}  # a minute, where a level is worth 10 s
 _DEFAULTS: Mapping[str, float] = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 
 
@@ -40,6 +44,10 @@ class GenerationCall:
     logprobs: int | None = None  # None = off, else alternatives per token
     return_token_ids: bool = False
     tokens_as_ids: bool = False
+    timings: bool = False
+    obfuscated: bool = False  # events are padded: their sizes tell little about what is in them
+    echoes: tuple[Echo, ...] = ()  # one per prompt when the prompts are repeated
+    scores_only: bool = False  # max_tokens 0: the one token that the engine draws anyway is not shown
 
     @property
     def num_choices(self) -> int:
@@ -66,26 +74,28 @@ def parse_json(raw: bytes) -> dict[str, Any]:
 
 
 def read_body(
-    raw: bytes, endpoint: Endpoint, config: Config, info: EngineInfo, *, strict: bool = False
+    body: Mapping[str, Any], endpoint: Endpoint, config: Config, info: EngineInfo, *, strict: bool = False
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Checks all that can be checked without a tokenizer: (honoured values, ignored names). Raises RequestError.
 
     Limits on n come before anything is multiplied by it.
     """
-    values, ignored = read_fields(parse_json(raw), endpoint)
+    values, ignored = read_fields(body, endpoint)
     if strict and ignored:
         names = report_names(ignored)
         raise RequestError(f"unknown fields: {names}", code="unknown_parameter", param=names.partition(",")[0])
     required = "messages" if endpoint is Endpoint.CHAT else "prompt"
     if required not in values:
         raise RequestError(f"'{required}' is required", code="missing_parameter", param=required)
-    _check_model(values, info)
+    check_model(values, info)
     _check_limits(values, endpoint, config)
     _check_vocabulary(values, info.vocab_size)
+    grammar_of(values)
     return values, ignored
 
 
-def _check_model(values: dict[str, Any], info: EngineInfo) -> None:
+def check_model(values: dict[str, Any], info: EngineInfo) -> None:
+    """Fills in the model's name; RequestError(model_not_found) for one that is not served."""
     name = values.setdefault("model", info.served_names[0])
     if name not in info.served_names:
         served = ", ".join(info.served_names)
@@ -106,6 +116,8 @@ def _check_limits(values: Mapping[str, Any], endpoint: Endpoint, config: Config)
         raise out_of_range(name, f"at most {limits.max_logprobs}", values[name])
     if "top_logprobs" in values and not values.get("logprobs"):
         raise RequestError("'top_logprobs' needs 'logprobs': true", code="invalid_value", param="top_logprobs")
+    if values.get("max_tokens") == 0 and not values.get("echo"):
+        raise out_of_range("max_tokens", "at least 1; 0 only with 'echo': true", 0)
     if "stream_options" in values and not values.get("stream"):
         raise RequestError("'stream_options' needs 'stream': true", code="invalid_value", param="stream_options")
     if values.get("allowed_token_ids") == ():
@@ -137,9 +149,13 @@ def build_call(
     arrival_s: float,
     serial: int = 0,
     cache_salt: bytes = b"",
+    weight: int = 1,
+    timeout_s: float | None = None,
+    exposed: bool = False,
 ) -> GenerationCall:
     """Engine requests of one body that `read_body` has checked. RequestError when it does not fit the context.
 
+    exposed: whether others may see how large the answer's packets are (obfuscation is then on by default).
     request_id is the client's name for the call. `serial` is never repeated and makes the engine's names unique: a
     client may use a name again as soon as it has left, before the engine has ended what it left behind.
     """
@@ -154,8 +170,14 @@ def build_call(
         sampling=sampling,
         speculation=SpeculationParams(**values.get("speculation", {})),
         n=n,
+        prediction=values.get("prediction"),
         cache_salt=cache_salt,
+        tenant=cache_salt,
+        weight=weight,
+        priority=values.get("priority", _TIER_PRIORITIES.get(values.get("service_tier", ""), 0)),
+        timeout_s=timeout_s,
         arrival_s=arrival_s,
+        running_stats=values.get("timings_per_token", False),
     )
     caps = [_max_tokens(values, len(prompt), endpoint, config, info) for prompt in prompts]
     options = values.get("stream_options", {})
@@ -172,7 +194,17 @@ def build_call(
         logprobs=sampling.logprobs,
         return_token_ids=values.get("return_token_ids", False),
         tokens_as_ids=values.get("return_tokens_as_token_ids", False),
+        timings=base.running_stats,
+        obfuscated=options.get("include_obfuscation", exposed),
+        echoes=_echoes(values, prompts, tokenizer) if values.get("echo") else (),
+        scores_only=caps[0] == 0,
     )
+
+
+def _echoes(values: Mapping[str, Any], prompts: list[tuple[int, ...]], tokenizer: Tokenizer) -> tuple[Echo, ...]:
+    given = values["prompt"]
+    texts = [given] if isinstance(given, str) else given if isinstance(given[0], str) else [None] * len(prompts)
+    return tuple(echo_of(text, ids, tokenizer) for text, ids in zip(texts, prompts, strict=True))
 
 
 def _check_choices(count: int, config: Config) -> None:
@@ -191,7 +223,7 @@ def _requests(base: Request, prompts: list[tuple[int, ...]], caps: list[int], se
             base,
             request_id=f"{base.request_id}#{serial}.{i}",  # no client's name has a "#"
             prompt_ids=prompt,
-            sampling=dataclasses.replace(base.sampling, max_tokens=cap),
+            sampling=dataclasses.replace(base.sampling, max_tokens=max(cap, 1)),
             prompt_index=i,
         )
         for i, (prompt, cap) in enumerate(zip(prompts, caps, strict=True))
@@ -260,6 +292,8 @@ def _sampling(
         include_stop_str_in_output=values.get("include_stop_str_in_output", False),
         skip_special_tokens=values.get("skip_special_tokens", True),
         logprobs=logprobs,
+        prompt_logprobs=logprobs if values.get("echo") else None,
+        grammar=grammar_of(values),
     )
 
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 from specd.errors import RequestError
-from specd.server.fields import asks_nothing, invalid_type, out_of_range, string, token_ids, unsupported
+from specd.server.chat import ChatTemplate
+from specd.server.checks import invalid_type, out_of_range, string, token_ids, unsupported
+from specd.server.fields import asks_nothing
 from specd.server.openai import check_ids
-from specd.text import RenderedChat, Tokenizer
-
-Render = Callable[[list[dict[str, Any]]], RenderedChat]  # the model's own chat template
+from specd.text import Tokenizer
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _MESSAGE_STRINGS = ("name", "tool_call_id")
@@ -124,13 +125,53 @@ def _part(part: Any, param: str) -> str:
     return string(part[kind], f"{param}.{kind}")
 
 
-def chat_prompt(messages: list[dict[str, Any]], tokenizer: Tokenizer, render: Render | None) -> tuple[int, ...]:
+@dataclasses.dataclass(frozen=True, slots=True)
+class ChatOptions:
+    """How the chat template is asked to write the end of a chat, and what else it is told."""
+
+    add_generation_prompt: bool = True
+    continue_final: bool = False
+    kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+def chat_options(values: Mapping[str, Any], messages: list[dict[str, Any]]) -> ChatOptions:
+    """From checked fields. Raises RequestError where they contradict each other."""
+    continue_final = values.get("continue_final_message", False)
+    if not continue_final:
+        add = values.get("add_generation_prompt", True)
+        return ChatOptions(add, kwargs=values.get("chat_template_kwargs", {}))
+    if values.get("add_generation_prompt"):
+        text = "'continue_final_message' continues a message, 'add_generation_prompt' begins one: both cannot be true"
+        raise RequestError(text, code="invalid_value", param="continue_final_message")
+    last, where = messages[-1], f"messages[{len(messages) - 1}]"
+    if last["role"] != "assistant":
+        raise out_of_range(f"{where}.role", "assistant: 'continue_final_message' continues that message", last["role"])
+    if last.get("tool_calls"):
+        raise out_of_range(f"{where}.tool_calls", "empty with 'continue_final_message'", last["tool_calls"])
+    return ChatOptions(False, continue_final=True, kwargs=values.get("chat_template_kwargs", {}))
+
+
+def unread_kwargs(values: Mapping[str, Any], template: ChatTemplate | None) -> tuple[str, ...]:
+    """Names in `chat_template_kwargs` that the template does not read: they change nothing."""
+    known = frozenset() if template is None else template.variables
+    return tuple(f"chat_template_kwargs.{name}" for name in values.get("chat_template_kwargs", {}) if name not in known)
+
+
+def chat_prompt(
+    messages: list[dict[str, Any]], tokenizer: Tokenizer, template: ChatTemplate | None, options: ChatOptions
+) -> tuple[int, ...]:
     """Messages through the model's own template, as token ids. Raises RequestError."""
-    if render is None:
+    if template is None:
         raise RequestError(
             "this model has no chat template; use /v1/completions", code="chat_template_missing", param="messages"
         )
-    ids = tuple(tokenizer.encode_chat(render(messages)))
+    rendered = template.render(
+        messages,
+        add_generation_prompt=options.add_generation_prompt,
+        continue_final=options.continue_final,
+        kwargs=options.kwargs,
+    )
+    ids = tuple(tokenizer.encode_chat(rendered))
     if not ids:
         raise out_of_range("messages", "messages that make at least one token", messages)
     return ids

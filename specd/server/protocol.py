@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any, Protocol
 
-from specd.request import Request, SequenceDelta
+from specd.request import Grammar, Request, SequenceDelta
 from specd.status import EngineInfo, EngineState, EngineStats, RequestStatus
 from specd.text import Tokenizer
 
@@ -25,6 +25,17 @@ class EngineProtocol(Protocol):
         The stream interleaves all n choices and ends after each has had its delta with a finish_reason. Closing the
         stream early, or cancelling the task that reads it, aborts the request and frees what it held.
         """
+        ...
+
+    async def prepare_grammar(self, grammar: Grammar) -> None:
+        """Compiles what a request to be submitted next has in `SamplingParams.grammar`.
+
+        Raises RequestError for one that cannot be used or is too complex, QueueFullError when too many are compiled.
+        """
+        ...
+
+    def admit(self, tenant: bytes, requests: Sequence[Request] = ()) -> None:
+        """Raises QueueFullError or RateLimitError unless all of them (none given: one more) would be accepted now."""
         ...
 
     def abort(self, request_id: str) -> bool:

@@ -7,7 +7,6 @@ from typing import Any
 
 from specd.log import get_logger
 from specd.request import SequenceDelta, SequenceStats
-from specd.server.fields import Endpoint
 from specd.server.metrics import ServerMetrics
 from specd.server.openai import GenerationCall
 
@@ -19,12 +18,13 @@ log = get_logger("server")
 class RequestRecord:
     """One per HTTP request to a generation endpoint; `close` writes the `request_finished` line, once."""
 
-    def __init__(self, endpoint: Endpoint, metrics: ServerMetrics, *, drafter: str) -> None:
+    def __init__(self, endpoint: str, metrics: ServerMetrics, *, drafter: str) -> None:
         self.arrival_s = time.monotonic()
         self.endpoint = endpoint
         self.call: GenerationCall | None = None
         self.bytes_sent = 0
-        self.aborted_by: str | None = None  # client, slow, server
+        self.backpressure_s = 0.0  # of waiting for the client to read
+        self.aborted_by: str | None = None  # client, slow, deadline, drain, admin, server
         self.error_code: str | None = None
         self.delivered = False  # all of a stream was written: a client that closes now has not left early
         self._metrics = metrics
@@ -56,6 +56,7 @@ class RequestRecord:
         if self._finished and self.aborted_by is None:
             self._metrics.e2e.observe(total_s)
         stats = [item for _, item in self._finished if item is not None]
+        self._observe_call(stats)
         fields: dict[str, Any] = {
             "request_id": request_id,
             "endpoint": str(self.endpoint),
@@ -67,6 +68,7 @@ class RequestRecord:
             "total_ms": _ms(total_s),
             "ttft_ms": None if self._first_s is None else _ms(self._first_s - self.arrival_s),
             "bytes_sent": self.bytes_sent,
+            "backpressure_ms": _ms(self.backpressure_s),
             "drafter": self._drafter,
         }
         if self.call is not None:
@@ -77,6 +79,16 @@ class RequestRecord:
                 "prompt_tokens": sum(len(request.prompt_ids) for request in self.call.requests),
             }
         log.info("request_finished", **fields, **_costs(stats))
+
+    def _observe_call(self, stats: list[SequenceStats]) -> None:
+        if self.call is None:
+            return
+        self._metrics.n.observe(self.call.n)
+        self._metrics.max_tokens.observe(max(request.sampling.max_tokens for request in self.call.requests))
+        if stats:
+            self._metrics.longest.observe(max(item.completion_tokens for item in stats))
+        if self.call.stream and self.bytes_sent:
+            self._metrics.backpressure.observe(self.backpressure_s)
 
 
 def _costs(stats: list[SequenceStats]) -> dict[str, Any]:

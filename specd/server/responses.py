@@ -8,11 +8,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from specd.request import FinishReason, SequenceDelta, SequenceStats, TokenLogprob, TokenOrigin
+from specd.server.echo import Echo
 from specd.server.fields import Endpoint
 from specd.server.openai import GenerationCall
 from specd.status import EngineInfo
 from specd.text import Detokenizer, Tokenizer
 
+NO_ECHO = Echo("", ())
 LOGPROB_FLOOR = -9999.0  # OpenAI's value for "never"; JSON has no infinity
 
 
@@ -27,9 +29,13 @@ class Piece:
 
 
 class ChoiceText:
-    """One choice while it grows: `add` deltas, `take` what has gathered since the last time."""
+    """One choice while it grows: `add` deltas, `take` what has gathered since the last time.
 
-    def __init__(self) -> None:
+    scores_only: the prompt alone is looked at, tokens that follow it are left out.
+    """
+
+    def __init__(self, *, scores_only: bool = False) -> None:
+        self._scores_only = scores_only
         self._text: list[str] = []
         self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprob] = []
@@ -38,8 +44,17 @@ class ChoiceText:
         self.finish_reason: FinishReason | None = None
         self.stop_reason: str | int | None = None
         self.stats: SequenceStats | None = None
+        self.running_stats: SequenceStats | None = None
+        self.prompt_logprobs: tuple[TokenLogprob, ...] | None = None
 
     def add(self, delta: SequenceDelta) -> None:
+        if delta.prompt_logprobs is not None:
+            self.prompt_logprobs = delta.prompt_logprobs
+        self.running_stats = delta.stats or self.running_stats
+        if self._scores_only:
+            end = delta.finish_reason and FinishReason.LENGTH
+            nothing = dataclasses.replace(delta, token_ids=(), text="", logprobs=None, origins=(), stop_reason=None)
+            delta = dataclasses.replace(nothing, finish_reason=end)
         if delta.text:
             self._text.append(delta.text)
         self._token_ids += delta.token_ids
@@ -59,12 +74,15 @@ class ChoiceText:
 
 
 class TextOffsets:
-    """`text_offset` of completions: characters complete before each token, whatever the grouping of tokens."""
+    """`text_offset` of completions: characters complete before each token, whatever the grouping of tokens.
 
-    def __init__(self, tokenizer: Tokenizer, *, skip_special: bool) -> None:
+    start: characters of an echoed prompt.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, skip_special: bool, start: int) -> None:
         self._detokenizer = Detokenizer(tokenizer, skip_special)
         self._vocab_size = tokenizer.vocab_size
-        self._offset = 0
+        self._offset = start
 
     def advance(self, token_id: int) -> int:
         """The token's offset."""
@@ -82,7 +100,9 @@ class ResponseWriter:
         self._info = info
         self._tokenizer = tokenizer
         skip = call.requests[0].sampling.skip_special_tokens
-        self._offsets = [TextOffsets(tokenizer, skip_special=skip) for _ in range(call.num_choices)]
+        self._offsets = [
+            TextOffsets(tokenizer, skip_special=skip, start=len(self.echo(i).text)) for i in range(call.num_choices)
+        ]
 
     def head(self, kind: str) -> dict[str, Any]:
         """What every body and chunk begins with."""
@@ -96,6 +116,26 @@ class ResponseWriter:
 
     def prompt_ids(self, choice: int) -> tuple[int, ...]:
         return self.call.requests[choice // self.call.n].prompt_ids
+
+    def choices(self) -> list[ChoiceText]:
+        """Empty ones, for the deltas to come."""
+        return [ChoiceText(scores_only=self.call.scores_only) for _ in range(self.call.num_choices)]
+
+    def echo(self, choice: int) -> Echo:
+        """What stands before the text of a choice; empty when nothing is to be repeated."""
+        return self.call.echoes[choice // self.call.n] if self.call.echoes else NO_ECHO
+
+    def echo_logprobs(self, choice: int, found: Sequence[TokenLogprob] | None) -> dict[str, Any] | None:
+        """`logprobs` of an echoed prompt, whose first token has none; found: of the tokens after it."""
+        if self.call.logprobs is None or not self.call.echoes or found is None:
+            return None
+        ids = self.prompt_ids(choice)
+        return {
+            "text_offset": list(self.echo(choice).offsets),
+            "token_logprobs": [None, *(_finite(item.logprob) for item in found)],
+            "tokens": [self._token(token_id) for token_id in ids],
+            "top_logprobs": [None, *(self._top(item) for item in found)],
+        }
 
     def logprobs(self, choice: int, piece: Piece) -> dict[str, Any] | None:
         """The `logprobs` of one choice in its endpoint's shape; None when not asked for or without tokens."""
@@ -131,9 +171,7 @@ class ResponseWriter:
         return top
 
     def _token(self, token_id: int) -> str:
-        if self.call.tokens_as_ids or token_id >= self._tokenizer.vocab_size:
-            return f"token_id:{token_id}"
-        return self._tokenizer.token_str(token_id)
+        return f"token_id:{token_id}" if self.call.tokens_as_ids else token_name(self._tokenizer, token_id)
 
     def usage(self, choices: Sequence[ChoiceText]) -> dict[str, Any]:
         """Usage of all choices; a prompt counts once however many choices it has. Cached tokens once they are known."""
@@ -148,7 +186,21 @@ class ResponseWriter:
         if all(stats is not None for stats in firsts):
             cached = sum(stats.cached_tokens for stats in firsts if stats is not None)
             usage["prompt_tokens_details"] = {"cached_tokens": cached}
+        usage |= self._predicted(choices)
         return usage
+
+    def _predicted(self, choices: Sequence[ChoiceText]) -> dict[str, Any]:
+        """What became of a prediction, once all choices have ended: its tokens that were verified, kept or not."""
+        if self.call.requests[0].prediction is None:
+            return {}
+        ended = [choice.stats for choice in choices if choice.stats is not None]
+        if len(ended) < len(choices):
+            return {}
+        details = {
+            "accepted_prediction_tokens": sum(stats.accepted_prediction_tokens for stats in ended),
+            "rejected_prediction_tokens": sum(stats.rejected_prediction_tokens for stats in ended),
+        }
+        return {"completion_tokens_details": details}
 
     def metrics(self, stats: SequenceStats | None) -> dict[str, Any]:
         """`{"metrics": {"speculative_decoding": ...}}` in vLLM's shape, or {} with detail "none"."""
@@ -169,6 +221,21 @@ class ResponseWriter:
             summary["per_step_drafted"] = list(stats.per_step_drafted)
         return {"metrics": {"speculative_decoding": summary}}
 
+    def timings(self, stats: SequenceStats | None) -> dict[str, Any]:
+        """`{"timings": ...}` in llama.cpp's shape when asked for, from the stats so far."""
+        if stats is None or not self.call.timings:
+            return {}
+        prompt_n, prompt_s = stats.prompt_tokens - stats.cached_tokens, stats.ttft_s - stats.queue_s
+        predicted_n, predicted_s = stats.completion_tokens, stats.total_s - stats.ttft_s
+        found: dict[str, Any] = {
+            "cache_n": stats.cached_tokens,
+            **_rate("prompt", prompt_n, prompt_s),
+            **_rate("predicted", predicted_n, predicted_s),
+        }
+        if stats.num_draft_tokens:
+            found |= {"draft_n": stats.num_draft_tokens, "draft_n_accepted": stats.num_accepted_tokens}
+        return {"timings": found}
+
     def origins(self, piece: Piece) -> dict[str, Any]:
         """`{"specd": {"tokens": [[id, origin, step, position]]}}` with detail "tokens", else {}."""
         if self.call.detail != "tokens" or not piece.origins:
@@ -186,7 +253,7 @@ class ResponseWriter:
         if chat and self.call.return_token_ids:
             body["prompt_token_ids"] = list(self.prompt_ids(0))
         if len(choices) == 1:
-            body |= {**self.metrics(choices[0].stats), **self.origins(pieces[0])}
+            body |= {**self.metrics(choices[0].stats), **self.timings(choices[0].stats), **self.origins(pieces[0])}
         return body
 
     def _whole_choice(self, index: int, choice: ChoiceText, piece: Piece) -> dict[str, Any]:
@@ -195,8 +262,8 @@ class ResponseWriter:
         if chat:
             body["message"] = {"role": "assistant", "content": piece.text, "refusal": None}
         else:
-            body["text"] = piece.text
-        body["logprobs"] = self.logprobs(index, piece)
+            body["text"] = self.echo(index).text + piece.text
+        body["logprobs"] = _joined(self.echo_logprobs(index, choice.prompt_logprobs), self.logprobs(index, piece))
         body["finish_reason"] = choice.finish_reason
         body["stop_reason"] = choice.stop_reason
         if self.call.return_token_ids:
@@ -204,8 +271,30 @@ class ResponseWriter:
             if not chat:
                 body["prompt_token_ids"] = list(self.prompt_ids(index))
         if self.call.num_choices > 1:
-            body |= {**self.metrics(choice.stats), **self.origins(piece)}
+            body |= {**self.metrics(choice.stats), **self.timings(choice.stats), **self.origins(piece)}
         return body
+
+
+def _joined(first: dict[str, Any] | None, second: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Two `logprobs` of completions as one."""
+    if first is None or second is None:
+        return first or second
+    return {name: first[name] + second[name] for name in first}
+
+
+def _rate(name: str, count: int, seconds: float) -> dict[str, Any]:
+    """llama.cpp's four numbers of a phase; a phase that took no time has no speed."""
+    return {
+        f"{name}_n": count,
+        f"{name}_ms": seconds * 1000,
+        f"{name}_per_token_ms": seconds * 1000 / count if count else 0.0,
+        f"{name}_per_second": count / seconds if seconds > 0 else 0.0,
+    }
+
+
+def token_name(tokenizer: Tokenizer, token_id: int) -> str:
+    """One token as text; ids in the padding of wide logits have none."""
+    return tokenizer.token_str(token_id) if token_id < tokenizer.vocab_size else f"token_id:{token_id}"
 
 
 def _token_bytes(tokenizer: Tokenizer, token_id: int) -> bytes:

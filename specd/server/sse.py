@@ -9,6 +9,8 @@ Only `data:` lines and comments are written: `id:` and `retry:` break a widely u
 
 from __future__ import annotations
 
+import secrets
+from collections.abc import Mapping
 from typing import Any
 
 import orjson
@@ -19,6 +21,7 @@ from specd.server.responses import ChoiceText, Piece, ResponseWriter
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
+_BUCKET_BYTES = 64
 
 
 def event(body: dict[str, Any]) -> bytes:
@@ -26,15 +29,27 @@ def event(body: dict[str, Any]) -> bytes:
     return b"data: " + orjson.dumps(body) + b"\n\n"
 
 
+def padded_event(body: dict[str, Any]) -> bytes:
+    """One event whose size is a multiple of 64 bytes, by a random string in `obfuscation`, as OpenAI's API does.
+
+    Sizes of packets tell how many tokens a step gave, which tells about the text (arXiv 2411.01076).
+    """
+    missing = -len(event(body | {"obfuscation": ""})) % _BUCKET_BYTES
+    return event(body | {"obfuscation": secrets.token_urlsafe(_BUCKET_BYTES)[:missing]})
+
+
 class StreamEncoder:
     """Encodes one call. `start` once, `push` per delta, `end` once after every choice has finished."""
+
+    keep_alive = KEEP_ALIVE
 
     def __init__(self, writer: ResponseWriter) -> None:
         self._writer = writer
         self._call = writer.call
         self._chat = self._call.endpoint is Endpoint.CHAT
         self._started = [False] * self._call.num_choices
-        self.choices = [ChoiceText() for _ in range(self._call.num_choices)]
+        self._echoed = [not self._call.echoes] * self._call.num_choices
+        self.choices = writer.choices()
 
     @property
     def finished(self) -> bool:
@@ -55,14 +70,20 @@ class StreamEncoder:
         assert delta.finish_reason not in (FinishReason.ERROR, FinishReason.ABORT), "failures end the stream elsewhere"
         choice = self.choices[index]
         choice.add(delta)
-        chunks = b""
-        if delta.text:
+        chunks = b"" if self._echoed[index] else self._echo(index, choice)
+        if delta.text and not self._call.scores_only:
             piece = choice.take()
             content: dict[str, Any] = {"delta": {"content": piece.text}} if self._chat else {"text": piece.text}
-            chunks = self._chunk(index, content, piece)
+            chunks += self._chunk(index, content, piece)
         if choice.finish_reason is not None:
             chunks += self._finish(index, choice)
         return chunks
+
+    def _echo(self, index: int, choice: ChoiceText) -> bytes:
+        """The prompt of a choice, before its first token."""
+        self._echoed[index] = True
+        text, logprobs = self._writer.echo(index).text, self._writer.echo_logprobs(index, choice.prompt_logprobs)
+        return self._chunk(index, {"text": text}, Piece(), logprobs=logprobs) if text or logprobs else b""
 
     def _finish(self, index: int, choice: ChoiceText) -> bytes:
         content: dict[str, Any] = {"delta": {}} if self._chat else {"text": ""}
@@ -86,9 +107,11 @@ class StreamEncoder:
         finish: ChoiceText | None = None,
         choice_extra: dict[str, Any] | None = None,
         root_extra: dict[str, Any] | None = None,
+        logprobs: dict[str, Any] | None = None,
     ) -> bytes:
         body = self._writer.head("chat.completion.chunk" if self._chat else "text_completion")
-        choice = {"index": index, **content, "logprobs": self._writer.logprobs(index, piece), "finish_reason": None}
+        logprobs = logprobs or self._writer.logprobs(index, piece)
+        choice = {"index": index, **content, "logprobs": logprobs, "finish_reason": None}
         if finish is not None:
             choice |= {"finish_reason": finish.finish_reason, "stop_reason": finish.stop_reason}
         if self._call.return_token_ids:
@@ -98,8 +121,8 @@ class StreamEncoder:
             body["usage"] = self._writer.usage(self.choices)
         elif self._call.include_usage:
             body["usage"] = None
-        body |= self._writer.origins(piece)
-        return event(body | (root_extra or {}))
+        body |= {**self._writer.origins(piece), **self._writer.timings(self.choices[index].running_stats)}
+        return self._event(body | (root_extra or {}))
 
     def _add_token_ids(self, index: int, piece: Piece, body: dict[str, Any], choice: dict[str, Any]) -> None:
         """Token ids of the chunk, and the prompt's with the first one of a choice."""
@@ -108,6 +131,11 @@ class StreamEncoder:
             self._started[index] = True
             (body if self._chat else choice)["prompt_token_ids"] = list(self._writer.prompt_ids(index))
 
+    def failed(self, error: Mapping[str, Any]) -> bytes:
+        """An error body as an event, with what has been used so far where usage was asked for."""
+        usage = {"usage": self._writer.usage(self.choices)} if self._call.include_usage else {}
+        return event({**error, **usage})
+
     def end(self) -> bytes:
         """The usage chunk when asked for, and [DONE]."""
         if not self._call.include_usage:
@@ -115,5 +143,10 @@ class StreamEncoder:
         body = self._writer.head("chat.completion.chunk" if self._chat else "text_completion")
         body |= {"choices": [], "usage": self._writer.usage(self.choices)}
         if self._call.num_choices == 1:
-            body |= self._writer.metrics(self.choices[0].stats)
-        return event(body) + DONE
+            stats = self.choices[0].stats
+            body |= {**self._writer.metrics(stats), **self._writer.timings(stats)}
+        return self._event(body) + DONE
+
+    def _event(self, body: dict[str, Any]) -> bytes:
+        """An event; where others may count bytes, filled up to a size that many different ones share."""
+        return padded_event(body) if self._call.obfuscated else event(body)

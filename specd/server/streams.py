@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 
+from specd.deltas import DeltaQueue
 from specd.request import SequenceDelta
 from specd.server.openai import GenerationCall
 from specd.server.protocol import EngineProtocol
-
-_END = None
 
 
 class DeltaStreams:
@@ -23,12 +22,15 @@ class DeltaStreams:
         self._call = call
         self._streams: list[AsyncIterator[SequenceDelta]] = []
         self._tasks: list[asyncio.Task[None]] = []
-        self._queue: asyncio.Queue[tuple[int, SequenceDelta] | BaseException | None] = asyncio.Queue()
+        self._arrived = DeltaQueue()
+        self._news = asyncio.Event()  # a delta, a failure or an end
+        self._failure: Exception | None = None
         self._num_open = 0
 
     async def __aenter__(self) -> DeltaStreams:
         """Submits. Raises what the engine's submit raises; what it had accepted before is then aborted."""
         try:
+            self._engine.admit(self._call.requests[0].tenant, self._call.requests)
             for request in self._call.requests:
                 self._streams.append(self._engine.submit(request))
         except BaseException:
@@ -44,28 +46,30 @@ class DeltaStreams:
     async def _read(self, prompt_index: int, stream: AsyncIterator[SequenceDelta]) -> None:
         try:
             async for delta in stream:
-                self._queue.put_nowait((prompt_index * self._call.n + delta.index, delta))
+                self._arrived.put(prompt_index * self._call.n + delta.index, delta)
+                self._news.set()
         except Exception as error:  # noqa: BLE001  re-raised by get(), where the request is answered
-            self._queue.put_nowait(error)
-            return
-        self._queue.put_nowait(_END)
+            self._failure = error
+        self._num_open -= 1
+        self._news.set()
+
+    @property
+    def num_joined(self) -> int:
+        """Deltas that were joined to others because they were not fetched in time."""
+        return self._arrived.num_joined
 
     async def get(self, timeout_s: float | None = None) -> list[tuple[int, SequenceDelta]]:
         """(choice, delta) pairs that have arrived, at least one; empty when every stream has ended.
 
-        Raises TimeoutError after timeout_s of silence, and whatever a stream raised.
+        Raises TimeoutError after timeout_s of silence, and whatever a stream raised once all before it was fetched.
         """
-        found: list[tuple[int, SequenceDelta]] = []
-        while self._num_open and not (found and self._queue.empty()):
+        while self._num_open and not self._arrived and self._failure is None:
+            self._news.clear()
             async with asyncio.timeout(timeout_s):
-                item = await self._queue.get()
-            if item is _END:
-                self._num_open -= 1
-            elif isinstance(item, BaseException):
-                raise item
-            else:
-                found.append(item)
-        return found
+                await self._news.wait()
+        if not self._arrived and self._failure is not None:
+            raise self._failure
+        return self._arrived.take()
 
     async def _close(self) -> None:
         """Ends every stream: by name first (at once, whatever happens to this task), then its reader and iterator."""

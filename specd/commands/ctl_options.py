@@ -1,0 +1,109 @@
+"""The command line of `specd ctl`: its verbs and their options. Parsing only."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TypeAlias
+
+_Verbs: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+
+_STATES = ("waiting", "prefilling", "decoding")
+_LOOKING = ("status", "requests", "request", "events", "top", "trace", "dump", "selftest")
+
+
+def add_verbs(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--socket", help="path of the control socket; default: as configured")
+    parser.add_argument("--instance", help="the systemd instance NAME: /run/specd/NAME/admin.sock")
+    parser.add_argument("--config", type=Path, metavar="FILE", help="the daemon's configuration, for admin.socket")
+    parser.add_argument("--json", action="store_true", help="print the reply as JSON")
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+    verbs.add_parser("status", help="what is served, its state, and counts since the start")
+    _add_looking(verbs)
+    _add_requests(verbs)
+    _add_life(verbs)
+    _add_settings(verbs)
+    for name, verb in verbs.choices.items():
+        # Before the verb or after it; without a default, which would undo the former.
+        verb.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="print the reply as JSON")
+        if name not in _LOOKING:
+            verb.add_argument(
+                "--if-generation", type=int, metavar="N", help="only while `status` says generation N, else exit 1"
+            )
+
+
+def _add_looking(verbs: _Verbs) -> None:
+    top = verbs.add_parser("top", help="the same, live; q or Ctrl-C leaves; one snapshot when piped")
+    events = verbs.add_parser("events", help="snapshots and changes as JSON lines, until Ctrl-C")
+    events.add_argument("--count", type=int, metavar="N", help="leave after N lines")
+    for verb in (top, events):
+        verb.add_argument(
+            "--interval", type=float, default=1.0, metavar="SECONDS", help="between snapshots (default 1)"
+        )
+    trace = verbs.add_parser("trace", help="the stage timeline as Chrome trace JSON (Perfetto, chrome://tracing)")
+    trace.add_argument("--seconds", type=float, default=5.0, help="how far back (default 5)")
+    dump = verbs.add_parser("dump", help="configuration, queues and stacks as JSON, for bug reports")
+    for verb in (trace, dump):
+        verb.add_argument("-o", "--output", type=Path, metavar="FILE", help="default: standard output")
+    verbs.add_parser(
+        "selftest", help="built-in prompts with drafts and without: the text must be the same (else exit 1)"
+    )
+
+
+def _add_requests(verbs: _Verbs) -> None:
+    requests = verbs.add_parser("requests", help="live requests and their ids; never their text")
+    requests.add_argument("--state", choices=_STATES)
+    request = verbs.add_parser("request", help="one live request: its parameters and its latest steps")
+    request.add_argument("id", metavar="ID", help="of `requests`, or the client's x-request-id")
+    abort = verbs.add_parser("abort", help="end live requests; exit 1 when there was none")
+    abort.add_argument("ids", nargs="*", metavar="ID", help="of `requests`, or the client's x-request-id")
+    abort.add_argument("--state", choices=_STATES, help="those in this state")
+    abort.add_argument("--older-than", type=float, metavar="SECONDS", help="those that are older")
+    abort.add_argument("--prefix", metavar="TEXT", help="those whose id begins like this")
+    abort.add_argument("--all", action="store_true", help="every one")
+
+
+def _add_life(verbs: _Verbs) -> None:
+    drain = verbs.add_parser("drain", help="accept nothing more, wait for what was accepted; the daemon stays")
+    drain.add_argument("--timeout", type=float, metavar="SECONDS", help="wait at most so long; default: as configured")
+    drain.add_argument("--deadline", action="store_true", help="when the time is over, end what is left")
+    drain.add_argument("--no-wait", action="store_true", help="begin, and do not wait")
+    verbs.add_parser("resume", help="accept requests again after a drain")
+    verbs.add_parser("pause", help="compute nothing more; requests wait, streams are kept open")
+    verbs.add_parser("unpause", help="go on")
+    reload = verbs.add_parser(
+        "reload", help="read the configuration again: all of it or, on an error, nothing (exit 78)"
+    )
+    reload.add_argument("--dry-run", action="store_true", help="say what would change, and change nothing")
+    shutdown = verbs.add_parser("shutdown", help="drain and stop, as SIGTERM does")
+    shutdown.add_argument("--now", action="store_true", help="do not drain")
+    shutdown.add_argument(
+        "--timeout", type=float, metavar="SECONDS", help="drain at most so long; default: as configured"
+    )
+
+
+def _add_settings(verbs: _Verbs) -> None:
+    speculation = verbs.add_parser("speculation", help="drafts a step, running requests included")
+    wish = speculation.add_mutually_exclusive_group(required=True)
+    wish.add_argument("--off", dest="mode", action="store_const", const="off", help="none at all")
+    wish.add_argument("--k", type=_length, metavar="N", help='exactly so many, or "adaptive"')
+    wish.add_argument("--configured", action="store_true", help="as in the configuration again")
+    speculation.add_argument("--ttl", type=float, metavar="SECONDS", help="for so long")
+    loglevel = verbs.add_parser("loglevel", help="least level that is logged")
+    loglevel.add_argument("level", choices=("debug", "info", "warning", "error", "configured"))
+    loglevel.add_argument("--ttl", type=float, metavar="SECONDS", help="for so long")
+    kv = verbs.add_parser("kv", help="the page pool and the prefix cache's hit rate")
+    kv.add_argument("--flush", action="store_true", help="forget cached prefixes that nobody uses")
+    keys = verbs.add_parser("keys", help="API keys: their ids and names")
+    change = keys.add_mutually_exclusive_group()
+    change.add_argument("--add", metavar="NAME", help="make one; it is shown once")
+    change.add_argument("--remove", metavar="ID", help="let it in no more")
+
+
+def _length(text: str) -> int | str:
+    if text == "adaptive":
+        return text
+    try:
+        return int(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f'{text!r} is not a whole number and not "adaptive"') from error

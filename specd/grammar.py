@@ -1,0 +1,242 @@
+"""Grammars of requests: compiled once, within a deadline, then a matcher for every sequence. No torch.
+
+    prepare:  cache? -> a process that may be killed compiles it -> a thread compiles it, knowing that it ends -> cache
+    matcher:  a copy of the compiled one, host state of one sequence
+              mask stage    fill(drafts)     the masks of a block, the matcher is where it was afterwards
+              commit        advance(token)   one more token was emitted
+
+llguidance is imported, the vocabulary's trie built and the process started when the first grammar comes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+import json
+import os
+import signal
+import sys
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from specd.errors import EngineError, GrammarError, QueueFullError, RequestError, SpecdError
+from specd.log import get_logger
+from specd.request import Grammar
+from specd.text import Tokenizer
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+Words = npt.NDArray[np.int32]  # [R, ceil(V / 32)] packed masks, see `specd.tensors.LogitMasks`
+
+log = get_logger(__name__)
+
+_CACHE_BYTES = 256 << 20
+_MAX_WAITING = 64  # grammars to compile; each takes 2 s at most
+_INVALID = {"json_schema": "invalid_schema", "regex": "invalid_regex", "choice": "invalid_choice"}
+
+
+class GrammarMatcher:
+    """Where one sequence stands in its grammar. Used by one thread at a time: the mask stage between a step's launch
+    and its report, commit between reports."""
+
+    def __init__(self, start: LLMatcher, eos_ids: tuple[int, ...]) -> None:
+        self._start = start
+        self._eos_ids = eos_ids
+        self._matcher = start.deep_copy()
+        self._consumed: list[int] = []
+        self.failure: SpecdError | None = None  # why there are no masks any more
+
+    def fill(self, drafts: list[int], words: Words) -> None:
+        """The masks of a block: what may follow the root, then what may follow each draft.
+
+        words i32[K + 1, W], all ones on entry: rows behind a draft that is refused, or that ends the text, stay so, as
+        no token is emitted from there. All zeros where llguidance gave up: whoever gets there fails.
+        """
+        consumed = 0
+        for i, row in enumerate(words):
+            self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+            if self._matcher.is_error():
+                self._give_up(words[i:], for_good=i == 0)
+                return
+            if i == len(drafts) or not _allows(row, drafts[i]) or drafts[i] in self._eos_ids:
+                break
+            if not self._matcher.consume_token(drafts[i]):
+                self._give_up(words[i + 1 :], for_good=False)
+                return
+            consumed += 1
+        if consumed and not self._matcher.rollback(consumed):
+            self._restore()
+
+    def advance(self, token: int) -> None:
+        """One more token of the output, not an EOS. GrammarError when the grammar does not allow it."""
+        if not self._matcher.consume_token(token):
+            raise GrammarError(f"the grammar does not allow the token {token} here: {self._matcher.get_error()}")
+        self._consumed.append(token)
+
+    def fail(self, words: Words, failure: SpecdError) -> None:
+        """Ends the sequence: words [K + 1, W] of its block allow nothing."""
+        words[:] = 0
+        self.failure = failure
+
+    def _give_up(self, words: Words, *, for_good: bool) -> None:
+        """A matcher with an error has it for ever; one that went too far with drafts begins again."""
+        from specd.guidance import error_of
+
+        if for_good:
+            error = error_of(self._matcher)
+            self.fail(words, GrammarError(f"the grammar became too complex to go on with: {error}"))
+        else:
+            words[:] = 0
+            self._restore()
+
+    def _restore(self) -> None:
+        self._matcher = self._start.deep_copy()
+        self._matcher.consume_tokens(self._consumed)
+
+
+def _allows(row: Words, token: int) -> bool:
+    return 0 <= token < 32 * len(row) and bool(int(row[token // 32]) >> (token % 32) & 1)
+
+
+class Grammars:
+    """Compiles grammars and gives matchers. Lives on the event loop; nothing here blocks it."""
+
+    def __init__(self, tokenizer: Tokenizer, *, vocab_size: int, eos_ids: tuple[int, ...]) -> None:
+        """vocab_size: width of the logits, which may be more or less than the tokenizer has."""
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._eos_ids = eos_ids
+        self._cache: collections.OrderedDict[Grammar, tuple[LLMatcher, int]] = collections.OrderedDict()
+        self._cached_bytes = 0
+        self._trie: LLTokenizer | None = None
+        self._worker: asyncio.subprocess.Process | None = None
+        self._turn = asyncio.Lock()  # one at a time: hostile grammars take one core at most
+        self._num_waiting = 0
+        self._serial = 0
+
+    async def prepare(self, grammar: Grammar) -> None:
+        """Makes `matcher` possible. RequestError when it is no grammar, or too complex; QueueFullError; EngineError."""
+        if not self._eos_ids:
+            raise self._refusal(grammar, "grammar_unavailable", "this model has no token to end an output with")
+        if self._num_waiting >= _MAX_WAITING:
+            raise QueueFullError(f"{_MAX_WAITING} other grammars wait to be compiled")
+        self._num_waiting += 1
+        try:
+            async with self._turn:
+                if grammar not in self._cache:
+                    await self._compile(grammar)
+                self._cache.move_to_end(grammar)
+        finally:
+            self._num_waiting -= 1
+
+    def matcher(self, grammar: Grammar) -> GrammarMatcher:
+        """A matcher at the beginning. EngineError when the grammar was not prepared."""
+        if grammar not in self._cache:
+            raise EngineError("the request's grammar was not prepared")
+        return GrammarMatcher(self._cache[grammar][0], self._eos_ids)
+
+    async def close(self) -> None:
+        """Ends the process."""
+        if self._worker is not None:
+            self._kill(self._worker)
+            await self._worker.wait()
+            self._worker = None
+
+    async def _compile(self, grammar: Grammar) -> None:
+        trie = self._trie
+        if trie is None:
+            self._trie = trie = await asyncio.to_thread(self._build_trie)
+        answer = await self._try_out(grammar)
+        if answer["error"] is not None:
+            raise self._judge(grammar, answer)
+        from specd.guidance import compile_matcher
+
+        compiled = await asyncio.to_thread(compile_matcher, trie, grammar.kind, grammar.text)
+        size = max(int(answer["bytes"]), len(grammar.text))
+        self._cache[grammar] = compiled, size
+        self._cached_bytes += size
+        while self._cached_bytes > _CACHE_BYTES and len(self._cache) > 1:
+            _, (_, freed) = self._cache.popitem(last=False)
+            self._cached_bytes -= freed
+
+    def _judge(self, grammar: Grammar, answer: dict[str, Any]) -> RequestError:
+        from specd.guidance import too_complex
+
+        message = str(answer["error"])
+        if answer.get("killed") or too_complex(message):
+            return self._refusal(grammar, "schema_too_complex", message)
+        return self._refusal(grammar, _INVALID.get(grammar.kind, "invalid_grammar"), message)
+
+    @staticmethod
+    def _refusal(grammar: Grammar, code: str, message: str) -> RequestError:
+        return RequestError(f"'{grammar.param}' cannot be used: {message}", code=code, param=grammar.param)
+
+    # ---------------------------------------------------------------- the vocabulary and the process
+
+    def _vocabulary(self) -> tuple[list[bytes], list[int]]:
+        """The bytes of every logit (none where the head is padded), and the special ones."""
+        known = min(self._tokenizer.vocab_size, self._vocab_size)
+        tokens = [self._tokenizer.token_bytes(token) for token in range(known)]
+        tokens += [b""] * (self._vocab_size - known)
+        return tokens, sorted(token for token in self._tokenizer.special_ids if token < self._vocab_size)
+
+    def _build_trie(self) -> LLTokenizer:
+        from specd.guidance import build_tokenizer
+
+        tokens, special = self._vocabulary()
+        return build_tokenizer(tokens, special=special, eos=self._eos_ids, encode=self._encode_exactly)
+
+    def _encode_exactly(self, text: str) -> list[int] | None:
+        """The canonical ids of a text; None from a tokenizer that puts a space in front of it."""
+        ids = self._tokenizer.encode_text(text)
+        return ids if b"".join(map(self._tokenizer.token_bytes, ids)) == text.encode() else None
+
+    async def _try_out(self, grammar: Grammar) -> dict[str, Any]:
+        """The worker's answer. A cancelled try leaves its answer behind, which the next one passes over."""
+        worker = await self._running_worker()
+        assert worker.stdin is not None
+        assert worker.stdout is not None
+        self._serial += 1
+        job = {"id": self._serial, "kind": grammar.kind, "text": grammar.text}
+        try:
+            worker.stdin.write(json.dumps(job).encode() + b"\n")
+            await worker.stdin.drain()
+            while line := await worker.stdout.readline():
+                answer: dict[str, Any] = json.loads(line)
+                if answer["id"] == self._serial:
+                    return answer
+        except ConnectionError as error:
+            log.error("grammar_worker_lost", error=repr(error))
+        await self.close()
+        raise EngineError("the process that compiles grammars has ended")
+
+    async def _running_worker(self) -> asyncio.subprocess.Process:
+        if self._worker is not None and self._worker.returncode is None:
+            return self._worker
+        from specd.guidance import vocabulary_line
+
+        line = await asyncio.to_thread(lambda: vocabulary_line(*self._vocabulary(), self._eos_ids))
+        worker = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-P",
+            "-m",
+            "specd.grammar_worker",
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            start_new_session=True,  # it and its child end together
+        )
+        self._worker = worker
+        assert worker.stdin is not None
+        worker.stdin.write(line)
+        log.info("grammar_worker_started", pid=worker.pid)
+        return worker
+
+    @staticmethod
+    def _kill(worker: asyncio.subprocess.Process) -> None:
+        if worker.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(worker.pid, signal.SIGKILL)

@@ -1,0 +1,182 @@
+"""The control socket's HTTP: routes, rights, generations, errors and the line in the log of every change.
+
+Every reply is {"ok": true, "result": ...} or {"ok": false, "error": {"code", "message"}}; its ETag is the generation.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+import orjson
+from aiohttp import web
+
+from specd.errors import ConfigError, RequestError, SpecdError
+from specd.log import get_logger
+from specd.server.admin import views
+from specd.server.admin.arguments import Arguments
+from specd.server.admin.commands import COMMANDS, Command
+from specd.server.admin.console import Console
+from specd.server.admin.peers import Level, Peer, peer_of
+from specd.server.openai import parse_json
+
+_MAX_BODY_BYTES = 1 << 20
+_MAX_CALLS = 32  # at a time
+_MAX_LOGGED = 512  # characters of arguments and results in the log
+_STATUS = {"forbidden": 403, "not_found": 404, "conflict": 409, "generation_mismatch": 412, "busy": 503}
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+log = get_logger("admin")
+
+
+def create_admin_app(console: Console) -> web.Application:
+    """See `commands.COMMANDS`; and GET /v1/events. Listen with `bind_admin_socket` and `web.SockSite`."""
+    desk = _Desk(console)
+    app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[desk.middleware])
+    for command in COMMANDS:
+        app.router.add_route(command.method, command.path, desk.handler(command))
+    app.router.add_get("/v1/events", desk.events)
+
+    async def close(_: web.Application) -> None:
+        await console.close()
+
+    app.on_shutdown.append(close)  # before connections are waited for: listeners are sent home
+    return app
+
+
+class _Desk:
+    """Lets a caller in, has the command run, answers and keeps the book."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._num_calls = 0
+
+    def handler(self, command: Command) -> Handler:
+        async def handle(request: web.Request) -> web.StreamResponse:
+            peer = peer_of(request)
+            arguments: dict[str, Any] = {}
+            outcome = "failed"
+            try:
+                self._check_level(peer, command.level)
+                arguments = await _arguments(request)
+                self._check_generation(request)
+                result = await command.run(self._console, Arguments(arguments))
+                if command.changes and not arguments.get("dry_run"):
+                    self._console.changed(command.name, uid=peer.uid if peer else None)
+                outcome = "ok"
+                return _reply(result)
+            except SpecdError as error:
+                outcome = error.code
+                raise
+            finally:
+                if command.changes:
+                    _log(command, peer, arguments, outcome)
+
+        return handle
+
+    @property
+    def middleware(self) -> Any:
+        @web.middleware
+        async def errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+            self._num_calls += 1
+            try:
+                if self._num_calls > _MAX_CALLS:
+                    raise RequestError(f"{_MAX_CALLS} calls are being answered; try again", code="busy")
+                response = await handler(request)
+            except web.HTTPException as error:
+                response = _refusal("not_found" if error.status == 404 else "http_error", error.reason, error.status)
+            except (RequestError, ConfigError) as error:
+                response = _refusal(error.code, str(error), _STATUS.get(error.code, 400))
+            except SpecdError as error:
+                log.error("admin_failed", path=request.path, exc_info=error)
+                response = _refusal(error.code, str(error), 500)
+            except (ConnectionError, TimeoutError):
+                raise
+            except Exception as error:  # whatever it is: the caller gets an answer, the log the traceback
+                log.error("admin_failed", path=request.path, exc_info=error)
+                response = _refusal("internal_error", "the daemon failed; its log says how", 500)
+            finally:
+                self._num_calls -= 1
+            if not response.prepared:
+                response.headers["ETag"] = f'"{self._console.generation}"'
+            return response
+
+        return errors
+
+    def _check_level(self, peer: Peer | None, needed: Level) -> None:
+        if self._console.levels.of(peer) < needed:
+            who = "nobody" if peer is None else f"uid {peer.uid}"
+            raise RequestError(f"{who} is not {needed.name.lower()} here", code="forbidden")
+
+    def _check_generation(self, request: web.Request) -> None:
+        wanted = request.headers.get("If-Match", "*").strip().strip('"')
+        if wanted not in ("*", str(self._console.generation)):
+            text = f"the generation is {self._console.generation}, not {wanted[:32]}: somebody changed something"
+            raise RequestError(text, code="generation_mismatch")
+
+    # ---------------------------------------------------------------- events
+
+    async def events(self, request: web.Request) -> web.StreamResponse:
+        """A snapshot every `interval` seconds (1) and what happens in between; SSE when that is accepted."""
+        query = Arguments(request.query)
+        interval_s = query.seconds("interval", low=0.1, high=60.0) or 1.0
+        query.end()
+        sse = "text/event-stream" in request.headers.get("Accept", "")
+        kind = "text/event-stream" if sse else "application/x-ndjson"
+        views.snapshot(self._console, None)  # what fails here still has a status of its own
+        response = web.StreamResponse(headers={"Content-Type": kind, "Cache-Control": "no-cache"})
+        await response.prepare(request)
+
+        async def send(event: Mapping[str, Any]) -> None:
+            line = orjson.dumps(event)
+            await response.write(b"data: " + line + b"\n\n" if sse else line + b"\n")
+
+        await self._follow(interval_s, send)
+        return response
+
+    async def _follow(self, interval_s: float, send: Callable[[Mapping[str, Any]], Awaitable[None]]) -> None:
+        """Until the daemon stops; ConnectionError when the caller has left."""
+        before = None
+        with self._console.events.listening() as listener:
+            while True:
+                snapshot, before = views.snapshot(self._console, before)
+                await send(snapshot)
+                until_s = time.monotonic() + interval_s
+                while (left_s := until_s - time.monotonic()) > 0:
+                    try:
+                        event = await listener.get(left_s)
+                    except TimeoutError:
+                        break
+                    if event is None:
+                        await send({"type": "end", "ts": time.time()})
+                        return
+                    await send({**event, "dropped": listener.num_dropped})
+
+
+async def _arguments(request: web.Request) -> dict[str, Any]:
+    """Of the query, the body and the path, in one; each name once. Raises RequestError."""
+    raw = await request.read()
+    found: dict[str, Any] = {}
+    for source in (request.query, parse_json(raw) if raw else {}, request.match_info):
+        for name, value in source.items():
+            if name in found:
+                raise RequestError(f"{name[:64]} is given twice", code="invalid_value", param=name[:64])
+            found[name] = value
+    return found
+
+
+def _log(command: Command, peer: Peer | None, arguments: Mapping[str, Any], outcome: str) -> None:
+    who = None if peer is None else {k: v for k, v in dataclasses.asdict(peer).items() if k != "groups"}
+    shown = orjson.dumps(arguments, default=repr).decode(errors="replace")[:_MAX_LOGGED]
+    log.warning("admin_called", command=command.name, peer=who, arguments=shown, result=outcome)
+
+
+def _reply(result: object) -> web.Response:
+    return web.Response(body=orjson.dumps({"ok": True, "result": result}), content_type="application/json")
+
+
+def _refusal(code: str, message: str, status: int) -> web.Response:
+    body = {"ok": False, "error": {"code": code, "message": message}}
+    return web.Response(body=orjson.dumps(body), status=status, content_type="application/json")

@@ -1,0 +1,125 @@
+"""Metrics of load: admission, the queue and its fairness, the time of each stage, and how late the event loop runs."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+
+from aiohttp import web
+from prometheus_client import CollectorRegistry, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+
+from specd.server.protocol import EngineProtocol
+from specd.status import REFUSALS, Distribution, EngineStats
+
+_LAG_PERIOD_S = 0.25
+_LAG_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
+
+
+class LoadCollector:
+    """Families made from `engine.stats()`, one snapshot a scrape. `labels` are vLLM's."""
+
+    def __init__(self, engine: EngineProtocol, labels: Mapping[str, str]) -> None:
+        self._engine = engine
+        self._labels = labels
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self._engine.stats()
+        refused = CounterMetricFamily(
+            "specd_admission_refusals",
+            "Requests that were answered 429, by the limit that was reached.",
+            labels=["limit"],
+        )
+        for limit in REFUSALS:
+            refused.add_metric([limit], stats.refused.get(limit, 0))
+        yield refused
+        yield from self._queue(stats)
+        stages = HistogramMetricFamily(
+            "specd_stage_seconds",
+            "Time of one step in each stage; schedule is the host's own work, step the whole from report to report.",
+            labels=["stage"],
+        )
+        for name, distribution in stats.stages.items():
+            stages.add_metric([name], *_samples(distribution))
+        yield stages
+        tokens = HistogramMetricFamily(
+            "vllm:iteration_tokens_total", "Tokens that one step computed, drafts included.", labels=[*self._labels]
+        )
+        tokens.add_metric([*self._labels.values()], *_samples(stats.step_tokens))
+        yield tokens
+
+    def _queue(self, stats: EngineStats) -> Iterator[Metric]:
+        for name, text, value in (
+            ("tokens", "Prompt tokens of the requests that wait now.", stats.waiting_tokens),
+            ("keys", "API keys that have requests waiting now.", stats.waiting_keys),
+            (
+                "spread_tokens",
+                "By how many tokens per weight the most and the least served of the waiting keys differ.",
+                stats.waiting_spread,
+            ),
+        ):
+            yield GaugeMetricFamily(f"specd_waiting_{name}", text, value=value)
+        yield self._split(
+            GaugeMetricFamily,
+            "vllm:num_requests_waiting_by_reason",
+            "Sequences that wait now; all of them for a place in the batch.",
+            "reason",
+            {"capacity": stats.waiting, "deferred": 0},
+        )
+        yield self._split(
+            CounterMetricFamily,
+            "vllm:prompt_tokens_by_source",
+            "Prompt tokens of the choices that were scheduled, by where their KV came from.",
+            "source",
+            {
+                "local_compute": stats.prompt_tokens - stats.cached_tokens,
+                "local_cache_hit": stats.cached_tokens,
+                "external_kv_transfer": 0,
+            },
+        )
+        lost = stats.accepted_requests - stats.requests_finished - stats.requests_failed - stats.requests_aborted
+        text = "Accepted requests that ended in no way that was accounted for; it must stay 0."
+        yield CounterMetricFamily("specd_requests_lost", text, value=lost - stats.live_requests)
+
+    def _split(
+        self,
+        kind: type[GaugeMetricFamily] | type[CounterMetricFamily],
+        name: str,
+        text: str,
+        label: str,
+        values: Mapping[str, int],
+    ) -> Metric:
+        """One of vLLM's families with a label more than the common ones."""
+        family = kind(name, text, labels=[*self._labels, label])
+        for key, value in values.items():
+            family.add_metric([*self._labels.values(), key], value)
+        return family
+
+
+def _samples(distribution: Distribution) -> tuple[list[tuple[str, float]], float]:
+    """Cumulative buckets and the sum, as the client library wants them."""
+    bounds = [*(str(bound) for bound in distribution.bounds), "+Inf"]
+    return list(zip(bounds, itertools.accumulate(distribution.counts), strict=True)), distribution.total
+
+
+def loop_lag(registry: CollectorRegistry) -> Callable[[web.Application], AsyncIterator[None]]:
+    """A cleanup context of the application that measures how late a timer of the event loop fires."""
+    histogram = Histogram(
+        "specd_loop_lag_seconds", "How late a timer of the event loop fired.", buckets=_LAG_S, registry=registry
+    )
+
+    async def measure() -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            due = loop.time() + _LAG_PERIOD_S
+            await asyncio.sleep(_LAG_PERIOD_S)
+            histogram.observe(max(loop.time() - due, 0.0))
+
+    async def context(app: web.Application) -> AsyncIterator[None]:
+        async with asyncio.TaskGroup() as group:
+            task = group.create_task(measure(), name="specd-loop-lag")
+            yield
+            task.cancel()
+
+    return context

@@ -1,0 +1,224 @@
+"""Anthropic's Messages API, for text: what its SDK and the agents on top of it need.
+
+    message_start | content_block_start | ping | content_block_delta ... | content_block_stop | message_delta |
+    message_stop
+
+A last message of the assistant is continued, as there. Cached prompt tokens are not part of `input_tokens`, as there.
+Source of shapes and order: Anthropic's API reference, "Messages" and "Streaming messages".
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import orjson
+from aiohttp import web
+from aiohttp.typedefs import Handler
+
+from specd.errors import RequestError
+from specd.request import FinishReason, SequenceDelta
+from specd.server.checks import Check, anything, integer, invalid_type, out_of_range, stop_strings
+from specd.server.errors import json_response
+from specd.server.fields import Endpoint, FieldTable, read_table
+from specd.server.generation import REQUEST_ID_KEY, Generation
+from specd.server.responses import ChoiceText, ResponseWriter
+from specd.server.translation import Translation, field_table, named_event, shared_values, text_parts
+
+PATH = "/v1/messages"
+COUNT_PATH = "/v1/messages/count_tokens"
+_ROLES = ("user", "assistant")
+_MESSAGE_NAMES = frozenset({"role", "content"})
+_KINDS = {
+    400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
+    413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error",
+}  # fmt: skip
+
+_PROMPT_FIELDS: dict[str, Check] = {
+    "messages": anything({"type": "array", "minItems": 1}),
+    "system": anything({"anyOf": [{"type": "string"}, {"type": "array"}]}),
+}
+_UNBUILT: dict[str, tuple[Any, ...]] = {
+    "tools": (), "tool_choice": ({"type": "auto"}, {"type": "none"}), "thinking": ({"type": "disabled"},),
+    "container": (), "mcp_servers": (), "context_management": (), "output_config": (), "output_format": (),
+    "service_tier": ("auto", "standard_only"), "n": (1,), "stop": (), "max_completion_tokens": (),
+}  # fmt: skip
+FIELDS = field_table(
+    {**_PROMPT_FIELDS, "max_tokens": integer(1), "stop_sequences": stop_strings},
+    inert=("metadata", "cache_control"),
+    unbuilt=_UNBUILT,
+)
+COUNT_FIELDS = FieldTable({"model": FIELDS.honoured["model"], **_PROMPT_FIELDS}, FIELDS.inert, _UNBUILT)
+
+
+class MessagesApi:
+    """Handlers of /v1/messages and /v1/messages/count_tokens, and the middleware that writes their errors."""
+
+    def __init__(self, generation: Generation) -> None:
+        self._generation = generation
+
+    async def create(self, request: web.Request) -> web.StreamResponse:
+        return await self._generation.translated(request, translate)
+
+    async def count_tokens(self, request: web.Request) -> web.Response:
+        _, prompts, _ = await self._generation.read(request, Endpoint.CHAT, translate_count)
+        return json_response({"input_tokens": len(prompts[0])})
+
+    async def on_prepare(self, request: web.Request, response: web.StreamResponse) -> None:
+        """The request's name where Anthropic's SDK looks for it."""
+        if request.path in (PATH, COUNT_PATH):
+            response.headers["request-id"] = request[REQUEST_ID_KEY]
+
+    @property
+    def middleware(self) -> Any:
+        @web.middleware
+        async def errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+            response = await handler(request)
+            wrong = response.status >= 400 and request.path in (PATH, COUNT_PATH)
+            return _in_our_shape(request, response) if wrong else response
+
+        return errors
+
+
+def _in_our_shape(request: web.Request, response: web.StreamResponse) -> web.StreamResponse:
+    """An error response that says the same as Anthropic would say it."""
+    assert isinstance(response, web.Response), "a stream that has begun breaks off otherwise"
+    assert isinstance(response.body, bytes), "error bodies are small and whole"
+    body = _error(orjson.loads(response.body), response.status) | {"request_id": request[REQUEST_ID_KEY]}
+    kept = {k: v for k, v in response.headers.items() if k.lower() not in ("content-type", "content-length")}
+    return json_response(body, status=response.status, headers=kept)
+
+
+def _error(body: Mapping[str, Any], status: int) -> dict[str, Any]:
+    kind = _KINDS.get(status, "invalid_request_error" if status < 500 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": body["error"]["message"]}}
+
+
+# ---------------------------------------------------------------- the request
+
+
+def translate(body: dict[str, Any]) -> Translation:
+    """Raises RequestError."""
+    values, ignored = read_table(body, FIELDS)
+    if "max_tokens" not in values:
+        raise RequestError("'max_tokens' is required", code="missing_parameter", param="max_tokens")
+    chat, unread = _prompt(values)
+    chat |= {**shared_values(body), "max_tokens": body["max_tokens"], "stop": body.get("stop_sequences")}
+    return Translation(
+        body=chat, encoder=MessagesEncoder, whole=_whole, ignored=ignored + unread, params={"stop": "stop_sequences"}
+    )
+
+
+def translate_count(body: dict[str, Any]) -> Translation:
+    """The same prompt; nothing is generated."""
+    values, ignored = read_table(body, COUNT_FIELDS)
+    chat, unread = _prompt(values)
+    chat["model"] = values.get("model")
+    return Translation(body=chat, encoder=MessagesEncoder, whole=_whole, ignored=ignored + unread)
+
+
+def _prompt(values: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """The fields of a chat's prompt, and the names in messages that nobody reads."""
+    if "messages" not in values:
+        raise RequestError("'messages' is required", code="missing_parameter", param="messages")
+    if not isinstance(values["messages"], list):
+        raise invalid_type("messages", "a list of messages", values["messages"])
+    if not values["messages"]:
+        raise out_of_range("messages", "a list of at least one message", values["messages"])
+    messages, ignored = [], []
+    if values.get("system"):
+        messages.append({"role": "system", "content": text_parts(values["system"], "system", ("text",))})
+    for i, item in enumerate(values["messages"]):
+        param = f"messages[{i}]"
+        if not isinstance(item, dict):
+            raise invalid_type(param, "an object", item)
+        if item.get("role") not in _ROLES:
+            raise out_of_range(f"{param}.role", "one of " + ", ".join(_ROLES), item.get("role"))
+        content = text_parts(item.get("content"), f"{param}.content", ("text",))
+        messages.append({"role": item["role"], "content": content})
+        ignored += [f"{param}.{name}" for name in item if name not in _MESSAGE_NAMES]
+    begun = messages[-1]["role"] == "assistant"
+    return {"messages": messages, "continue_final_message": begun, "add_generation_prompt": not begun}, tuple(ignored)
+
+
+# ---------------------------------------------------------------- the answer
+
+
+def _message(writer: ResponseWriter, usage: dict[str, Any], *, text: str | None, **end: Any) -> dict[str, Any]:
+    return {
+        "id": "msg_" + writer.call.response_id.removeprefix("chatcmpl-"),
+        "type": "message",
+        "role": "assistant",
+        "model": writer.call.model,
+        "content": [] if text is None else [{"type": "text", "text": text}],
+        "stop_reason": end.get("stop_reason"),
+        "stop_sequence": end.get("stop_sequence"),
+        "usage": usage,
+    }
+
+
+def _usage(writer: ResponseWriter, choices: Sequence[ChoiceText]) -> dict[str, Any]:
+    """Cached tokens are known, and told apart, when the answer ends."""
+    usage = writer.usage(choices)
+    cached = usage.get("prompt_tokens_details", {}).get("cached_tokens", 0)
+    return {
+        "input_tokens": usage["prompt_tokens"] - cached,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": cached,
+        "output_tokens": usage["completion_tokens"],
+        "service_tier": "standard",
+    }
+
+
+def _end(choice: ChoiceText) -> dict[str, Any]:
+    if choice.finish_reason is FinishReason.LENGTH:
+        return {"stop_reason": "max_tokens", "stop_sequence": None}
+    if isinstance(choice.stop_reason, str):
+        return {"stop_reason": "stop_sequence", "stop_sequence": choice.stop_reason}
+    return {"stop_reason": "end_turn", "stop_sequence": None}
+
+
+def _whole(writer: ResponseWriter, choices: Sequence[ChoiceText]) -> dict[str, Any]:
+    text = choices[0].take().text
+    return _message(writer, _usage(writer, choices), text=text, **_end(choices[0])) | writer.metrics(choices[0].stats)
+
+
+class MessagesEncoder:
+    """The events of one streamed message; see the module for their order."""
+
+    keep_alive = named_event("ping", {}, padded=False)
+
+    def __init__(self, writer: ResponseWriter) -> None:
+        self.choices = writer.choices()
+        self._writer = writer
+        self._event = functools.partial(named_event, padded=writer.call.obfuscated)
+
+    def start(self) -> bytes:
+        message = _message(self._writer, _usage(self._writer, self.choices), text=None)
+        block = {"index": 0, "content_block": {"type": "text", "text": ""}}
+        return (
+            self._event("message_start", {"message": message})
+            + self._event("content_block_start", block)
+            + self.keep_alive
+        )
+
+    def push(self, index: int, delta: SequenceDelta) -> bytes:
+        choice = self.choices[index]
+        choice.add(delta)
+        text = choice.take().text
+        if not text:
+            return b""
+        return self._event("content_block_delta", {"index": 0, "delta": {"type": "text_delta", "text": text}})
+
+    def end(self) -> bytes:
+        choice = self.choices[0]
+        usage, metrics = _usage(self._writer, self.choices), self._writer.metrics(choice.stats)
+        return (
+            self._event("content_block_stop", {"index": 0})
+            + self._event("message_delta", {"delta": _end(choice), "usage": usage, **metrics})
+            + self._event("message_stop", {})
+        )
+
+    def failed(self, error: Mapping[str, Any]) -> bytes:
+        return self._event("error", {"error": _error(error, 500)["error"]})

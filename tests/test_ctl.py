@@ -1,0 +1,231 @@
+"""`specd ctl`: what each verb sends, what it prints, and its exit codes, against a real control socket."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import structlog
+
+from specd import cli
+from specd.commands import ctl_top
+from specd.commands.ctl import _VERBS
+from specd.commands.ctl_client import Client
+from specd.config import Config, ServerConfig
+from specd.errors import ConfigError, SpecdError
+from specd.server.admin.peers import Level, Levels
+from tests.admin import Desk, serving
+from tests.admin_engine import Engine
+
+
+class Served:
+    """An engine and its control socket on an event loop in another thread."""
+
+    def __init__(self, path: Path, desk: Desk) -> None:
+        self.path, self.desk = path, desk
+        self.engine: Engine
+        self._ready, self._loop = threading.Event(), asyncio.new_event_loop()
+        self._done: asyncio.Event
+        self._thread = threading.Thread(target=self._loop.run_until_complete, args=(self._serve(),))
+
+    async def _serve(self) -> None:
+        self.engine, self._done = Engine(), asyncio.Event()
+        async with serving(self.path, self.engine, self.desk):
+            self._ready.set()
+            await self._done.wait()
+
+    def __enter__(self) -> Served:
+        self._thread.start()
+        assert self._ready.wait(10)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._loop.call_soon_threadsafe(self._done.set)
+        self._thread.join(10)
+        self._loop.close()
+
+    def ctl(self, *words: str) -> int:
+        return cli.main(["ctl", "--socket", str(self.path), *words])
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[Served]:
+    keys = tmp_path / "keys"
+    keys.write_text("one\n")
+    with structlog.testing.capture_logs(), Served(tmp_path / "a.sock", Desk(key_file=str(keys))) as found:
+        yield found
+
+
+def out(capsys: pytest.CaptureFixture[str]) -> str:
+    return capsys.readouterr().out
+
+
+def test_requests(served: Served, capsys: pytest.CaptureFixture[str]) -> None:
+    assert served.ctl("abort", "--all") == 1  # there is none
+    served.engine.start("chatcmpl-a#0.0", "b", "c")
+    assert served.ctl("requests") == 0
+    assert "chatcmpl-a#0.0" in out(capsys)
+    assert served.ctl("requests", "--state", "waiting") == 0
+    assert out(capsys) == "none\n"
+    assert served.ctl("request", "a") == 0
+    shown = out(capsys)
+    assert "params.temperature" in shown
+    assert "step  source  drafted  emitted" in shown
+    assert served.ctl("request", "x/y") == 1
+    assert "not_found" in capsys.readouterr().err
+    assert served.ctl("abort", "a", "b") == 0
+    assert served.engine.aborted == ["chatcmpl-a#0.0", "b"]
+    assert served.ctl("abort") == 1
+    assert "missing_parameter" in capsys.readouterr().err
+    assert served.ctl("abort", "--older-than", "0.1") == 0
+    assert served.engine.live == {}
+
+
+def test_life(served: Served, capsys: pytest.CaptureFixture[str]) -> None:
+    served.engine.start("a")
+    assert served.ctl("drain", "--timeout", "0.01") == 75
+    assert "left      1" in out(capsys)
+    assert served.ctl("drain", "--no-wait") == 0
+    assert served.ctl("drain", "--timeout", "0.01", "--deadline") == 0
+    assert served.ctl("pause") == 1  # it is draining
+    assert served.ctl("resume") == 0
+    assert served.ctl("pause") == 0
+    assert served.engine.paused
+    assert served.ctl("unpause", "--if-generation", "1") == 1
+    assert "generation_mismatch" in capsys.readouterr().err
+    assert served.ctl("unpause") == 0
+    assert served.ctl("shutdown", "--now", "--timeout", "2") == 0
+    assert [(wish.drain, wish.timeout_s) for wish in served.desk.shutdowns] == [(False, 2.0)]
+
+
+def test_settings(served: Served, capsys: pytest.CaptureFixture[str]) -> None:
+    assert served.ctl("speculation", "--k", "3") == 0
+    assert served.engine.k == 3
+    assert served.ctl("speculation", "--off", "--ttl", "60") == 0
+    assert served.engine.k == 0
+    assert served.ctl("speculation", "--k", "adaptive") == 0
+    assert served.ctl("speculation", "--configured") == 0
+    assert served.engine.k is None
+    for wrong in (["speculation"], ["speculation", "--k", "x"], ["speculation", "--off", "--k", "1"], ["loglevel"]):
+        with pytest.raises(SystemExit, match="2"):
+            served.ctl(*wrong)
+    assert served.ctl("loglevel", "debug") == 0
+    assert served.ctl("loglevel", "configured") == 0
+    assert served.desk.log_levels == ["debug", None]
+    assert served.ctl("kv") == 0
+    assert served.ctl("kv", "--flush") == 0
+    assert served.engine.cached_pages == 0
+
+
+def test_keys(served: Served, capsys: pytest.CaptureFixture[str]) -> None:
+    assert served.ctl("keys", "--add", "me", "--json") == 0
+    made = json.loads(out(capsys))
+    assert made["key"].startswith("sk-")
+    assert served.ctl("keys") == 0
+    assert made["id"] in out(capsys)
+    assert served.ctl("keys", "--remove", made["id"]) == 0
+    assert served.ctl("keys", "--remove", made["id"]) == 1
+
+
+def test_reload(served: Served, capsys: pytest.CaptureFixture[str]) -> None:
+    served.desk.reread = lambda: Config(server=ServerConfig(max_stop=9, port=1))
+    assert served.ctl("reload", "--dry-run") == 0
+    assert "needs_restart.server.port.to" in out(capsys)
+    assert served.ctl("reload") == 0
+
+    def broken() -> Config:
+        raise ConfigError("specd.toml: unknown key server.prot")
+
+    served.desk.reread = broken
+    assert served.ctl("reload") == 78
+    assert "server.prot" in capsys.readouterr().err
+
+
+def test_files(served: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert served.ctl("trace", "-o", str(tmp_path / "t.json")) == 0
+    assert json.loads((tmp_path / "t.json").read_text())["seconds"] == 5.0
+    assert served.ctl("dump", "-o", str(tmp_path / "d.json")) == 0
+    assert "invariants" in json.loads((tmp_path / "d.json").read_text())
+
+
+def test_selftest(served: Served, capsys: pytest.CaptureFixture[str]) -> None:
+    """The scripted engine says the same either way, and claims to have drafted; its texts stop early: a fault."""
+    assert served.ctl("selftest") == 1
+    assert "self-test ended with" in capsys.readouterr().err
+
+
+def test_top_and_events_when_piped(served: Served, capsys: pytest.CaptureFixture[str]) -> None:
+    served.engine.start("a-request")
+    assert served.ctl("top", "--interval", "0.1") == 0
+    screen = out(capsys)
+    assert "0.0 tokens/s" in screen
+    assert "a-request" in screen
+    assert "\x1b" not in screen
+    assert served.ctl("top", "--interval", "0.1", "--json") == 0
+    assert json.loads(out(capsys))["type"] == "snapshot"
+    assert served.ctl("events", "--interval", "0.1", "--count", "2") == 0
+    assert [json.loads(line)["type"] for line in out(capsys).splitlines()] == ["snapshot", "snapshot"]
+    assert served.ctl("events", "--interval", "0") == 1
+    assert "out_of_range" in capsys.readouterr().err
+
+
+def test_the_screen_fits(served: Served) -> None:
+    served.engine.start(*(f"request-{i}" for i in range(30)))
+    events = Client(served.path).events(0.1)
+    next(events)
+    snapshot = next(events)
+    changed = {"type": "changed", "what": "pause", "generation": 2}
+    lines = ctl_top.screen(snapshot, [changed], width=60, height=12).split("\n")
+    assert len(lines) == 12
+    assert max(map(len, lines)) <= 60
+    assert any("changed: pause" in line for line in lines)
+
+
+def test_a_daemon_that_ends_before_it_is_measured() -> None:
+    with pytest.raises(SpecdError, match="ended"):
+        ctl_top.run(iter([{"type": "end"}]), as_json=True)
+
+
+def test_not_allowed(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    levels = Levels()
+    monkeypatch.setattr(levels, "of", lambda peer: Level.USER)
+    with Served(tmp_path / "a.sock", Desk(levels=levels)) as served:
+        assert served.ctl("pause") == 77
+        assert "not operator here" in capsys.readouterr().err
+        assert served.ctl("status") == 0
+
+
+def test_nobody_and_strangers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "x.sock"
+    assert cli.main(["ctl", "--socket", str(path), "status"]) == 69
+    assert "x.sock" in capsys.readouterr().err
+
+    def answer(listener: socket.socket) -> None:
+        connection, _ = listener.accept()
+        with connection:
+            connection.recv(4096)
+            connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nhi")
+
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        listener.listen()
+        thread = threading.Thread(target=answer, args=(listener,))
+        thread.start()
+        assert cli.main(["ctl", "--socket", str(path), "status"]) == 69
+        thread.join(5)
+    assert "not JSON" in capsys.readouterr().err
+
+
+def test_every_verb_has_an_action() -> None:
+    parser = cli.build_parser()
+    found: Any = parser._subparsers
+    (commands,) = found._group_actions
+    (verbs,) = [a for a in commands.choices["ctl"]._actions if isinstance(a, argparse._SubParsersAction)]
+    assert set(verbs.choices) == set(_VERBS)
