@@ -20,7 +20,7 @@ SETTLING = 2  # of them, the first ones do not count: the drafter catches up, or
 OPENING = 4  # windows before the first verdict
 PROBES = 8  # drafts to see how often the drafter is right now
 SHORTEST_REST, LONGEST_REST = 128, 2048  # steps
-MARGIN = 1.02  # by how much the other mode must be faster to take over: measurements are noisy
+GAIN = 1.05  # of the drafter over going without, or it rests: measurements are noisy, and resting costs nothing
 _MEMORY = 32.0  # steps that a rate reaches back
 _SLOW = 4.0  # times the usual: a slower step counts as this much, one accident is no trend
 
@@ -48,7 +48,7 @@ class _Trial:
     """Of one class of batch sizes."""
 
     drafting: bool = True  # the mode of the window that runs
-    better: bool = True  # the mode that won last
+    better: bool = False  # the mode that won last
     left: int = WINDOW  # steps of the window
     rest: int = SHORTEST_REST
     windows: int = 0
@@ -72,12 +72,12 @@ class _Trial:
 
     def _next(self) -> None:
         self.windows += 1
-        if self.windows < OPENING or not self.trying:
+        if self.windows < OPENING or (self.windows > OPENING and not self.trying):
             self.start(not self.drafting, WINDOW)
             return
-        ours, other = self._rate(self.better), self._rate(not self.better)
-        if other > ours * MARGIN:
-            self.better, self.rest = not self.better, SHORTEST_REST
+        better = self.with_drafter() > self.without() * GAIN
+        if better != self.better:
+            self.better, self.rest = better, SHORTEST_REST
         elif self.windows > OPENING:
             self.rest = min(self.rest * 2, LONGEST_REST)
         self.start(self.better, self.rest)
@@ -94,9 +94,6 @@ class _Trial:
             self.rest = SHORTEST_REST
         self.windows, self.better = max(self.windows, OPENING), False
         self.start(False, self.rest)
-
-    def _rate(self, drafting: bool) -> float:
-        return self.with_drafter() if drafting else self.without()
 
 
 class DrafterTrial:
