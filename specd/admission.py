@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from specd.config import SchedulerConfig
-from specd.errors import QueueFullError, RateLimitError
+from specd.errors import QueueFullError, RateLimitError, RequestError
 from specd.pipeline.waiting import WaitingQueue
 from specd.request import Request
 
@@ -43,6 +43,11 @@ class DrainRate:
         window = min(max(now - self._start_s, 1.0), _WINDOW_S)
         return min(max(math.ceil(amount * window / max(done, 1)), _LEAST_S), _MOST_S)
 
+    @property
+    def silent(self) -> bool:
+        """Nothing was done in the window."""
+        return not self._slots or self._slots[-1][0] <= self._clock() - _WINDOW_S
+
 
 @dataclasses.dataclass(slots=True)
 class _Key:
@@ -64,13 +69,21 @@ class Admission:
         self._keys: dict[bytes, _Key] = {}
 
     def check(self, limits: SchedulerConfig, tenant: bytes, requests: Sequence[Request] = ()) -> None:
-        """All of the requests, or one more of the least size. Raises QueueFullError or RateLimitError.
+        """All of the requests, or one more of the least size. Raises QueueFullError or RateLimitError, and RequestError
+        for more sequences than may ever wait.
 
         A prompt that is longer than a limit of waiting tokens may wait while no other does.
         """
         num_requests = max(len(requests), 1)
         num_sequences = sum(request.n for request in requests) or 1
         num_tokens = sum(len(request.prompt_ids) for request in requests) or 1
+        if num_sequences > limits.max_waiting:
+            raise RequestError(
+                f"'n' times the number of prompts is {num_sequences} ({requests[0].n} times {num_requests}); at most "
+                f"{limits.max_waiting} sequences may wait here (scheduler.max_waiting)",
+                code="out_of_range",
+                param="n",
+            )
         key = self._keys.get(tenant)
         if limits.max_requests_per_key and key is not None:
             excess = key.num_live + num_requests - limits.max_requests_per_key
@@ -89,7 +102,10 @@ class Admission:
             self._refuse("waiting_tokens", self._tokens, excess, f"{limits.max_waiting_tokens} prompt tokens")
 
     def begin(self, request: Request) -> None:
-        self._keys.setdefault(request.tenant, _Key(DrainRate(self._clock))).num_live += 1
+        if request.tenant not in self._keys:
+            self._keys = {name: key for name, key in self._keys.items() if key.num_live or not key.drained.silent}
+            self._keys[request.tenant] = _Key(DrainRate(self._clock))
+        self._keys[request.tenant].num_live += 1
 
     def end(self, request: Request) -> None:
         key = self._keys[request.tenant]

@@ -75,14 +75,20 @@ class Parts:
         return self.drafter.make_carry(self.config.scheduler.max_running)
 
 
-def assemble(config: Config, *, device: Device | None = None) -> Parts:
-    """Loads and builds everything. Raises ConfigError, FetchError, ModelError or DraftError."""
+def assemble(config: Config, *, device: Device | None = None, grammars: bool = False) -> Parts:
+    """Loads and builds everything. Raises ConfigError, FetchError, ModelError or DraftError.
+
+    grammars: also what they need, which takes about a second and the GIL.
+    """
     choice = parse_draft(config.speculation.draft)
     threads = config.model.threads or usable_cores()
     torch.set_num_threads(threads)
     device = device or cpu_device(layout=config.scheduler.streams, threads=threads, timeline=Timeline())
     try:
-        return _assemble(config, choice, device)
+        parts = _assemble(config, choice, device)
+        if grammars:
+            parts.grammars.load()
+        return parts
     except BaseException:
         device.close()
         raise

@@ -250,7 +250,12 @@ class SchedulerConfig:
         512, "Token budget of a step: decode rows first, the rest goes to prompts.", unit="tokens", low=16, high=1 << 20
     )
     max_waiting: int = option(
-        1024, "Requests that may wait; one more is answered 429.", low=1, high=1 << 20, reloadable=True
+        1024,
+        "Sequences that may wait, one for each choice of each prompt; one more is answered 429, more in one call 400.",
+        unit="sequences",
+        low=1,
+        high=1 << 20,
+        reloadable=True,
     )
     max_waiting_tokens: int = option(
         0,

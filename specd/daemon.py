@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import importlib
 import os
 import socket
@@ -31,7 +32,7 @@ from specd.sdnotify import Notifier, listen_sockets
 from specd.server.admin.app import create_admin_app
 from specd.server.admin.peers import Levels
 from specd.server.admin.sockets import bind_admin_socket
-from specd.server.app import RECONFIGURE_KEY, create_app, create_runner
+from specd.server.app import METRICS_KEY, RECONFIGURE_KEY, create_app, create_runner
 from specd.server.auth import ApiKeys
 from specd.signals import Signals, StopSignal
 from specd.status import EngineInfo, EngineState, EngineStats
@@ -52,16 +53,22 @@ class LoadAbandoned(Exception):
 EngineFactory = Callable[[Config], Awaitable[DaemonEngine]]
 
 
-async def load_engine(config: Config) -> DaemonEngine:
-    """The real engine. Imported in a thread: importing torch takes seconds and would block the loop."""
+async def load_engine(config: Config, *, grammars: bool = False) -> DaemonEngine:
+    """The real engine. Imported in a thread: importing torch takes seconds and would block the loop.
+
+    grammars: see `specd.engine.Engine.create`.
+    """
     log.info("model_loading", path=config.model.path)
     module = await asyncio.to_thread(importlib.import_module, "specd.engine")
-    engine: DaemonEngine = await module.Engine.create(config)
+    engine: DaemonEngine = await module.Engine.create(config, grammars=grammars)
     return engine
 
 
+load_serving_engine: EngineFactory = functools.partial(load_engine, grammars=True)
+
+
 async def serve(
-    config: Config, *, create_engine: EngineFactory = load_engine, reread: Callable[[], Config] | None = None
+    config: Config, *, create_engine: EngineFactory = load_serving_engine, reread: Callable[[], Config] | None = None
 ) -> int:
     """Runs the daemon until a signal, `specd ctl shutdown` or a fault; gives the exit code.
 
@@ -78,8 +85,7 @@ async def serve(
         listeners = activated.get("http") or [bind(config.server.host, config.server.port)]
         for listener in listeners:
             stack.enter_context(listener)
-        if not config.server.api_keys_file:
-            _warn_of_strangers(listeners)
+        _warn_of_strangers(listeners, config)
         admin = activated.get("admin", []) if config.admin.enabled else []
         if config.admin.enabled and not admin:
             admin = [stack.enter_context(_admin_listener(config, levels))]
@@ -92,8 +98,10 @@ async def serve(
         return await _run(operation, listeners, admin)
 
 
-def _warn_of_strangers(listeners: list[socket.socket]) -> None:
+def _warn_of_strangers(listeners: list[socket.socket], config: Config) -> None:
     """What is bound counts, not `server.host`: activated sockets have addresses of their own."""
+    if config.server.api_keys_file:
+        return
     inet = [listener for listener in listeners if listener.family != socket.AF_UNIX]
     addresses = [address_of(listener) for listener in inet if not is_loopback(listener.getsockname()[0])]
     if addresses:
@@ -157,6 +165,7 @@ async def _run(operation: Operation, listeners: list[socket.socket], admin: list
         engine_stack.push_async_callback(engine.close)
         await stack.enter_async_context(operation.lag.measured())
         app = create_app(engine, operation.reloader.config, keys=operation.keys)
+        operation.lag.observers.append(app[METRICS_KEY].loop_lag.observe)
         await _start(create_runner(app, shutdown_timeout_s=_LAST_BYTES_S), listeners, stack)
         control = create_admin_app(operation.console)
         runner = aiohttp.web.AppRunner(control, access_log=None, shutdown_timeout=_LAST_BYTES_S)
@@ -169,7 +178,7 @@ async def _run(operation: Operation, listeners: list[socket.socket], admin: list
             log.warning("lossy_acceptance", acceptance=engine.info.acceptance, advice="exact and ratio are lossless")
         log.info("became_ready", model=engine.info.model, drafter=engine.info.drafter, addresses=addresses)
         notify(operation.notifier, "READY=1")
-        operation.begin(app[RECONFIGURE_KEY])
+        operation.begin((*app[RECONFIGURE_KEY], functools.partial(_warn_of_strangers, listeners)))
         failed = await supervisor.watch()
         finished = not failed and await supervisor.drain()
         failed = failed or engine.stats().state is EngineState.FAILED  # while it drained

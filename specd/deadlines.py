@@ -7,8 +7,9 @@ Whatever limit passes before the first token, the request was never begun as far
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 
 from specd.config import SchedulerConfig
 from specd.errors import AbortedError, DeadlineError, QueueTimeoutError
@@ -16,6 +17,19 @@ from specd.request import Request
 from specd.sequence import Sequence as Choice
 
 Abort = Callable[[str, AbortedError], object]
+
+
+@contextlib.asynccontextmanager
+async def before_first_token(request: Request, limits: SchedulerConfig) -> AsyncIterator[None]:
+    """What is done for a request before it is accepted counts too. Raises QueueTimeoutError when its time is over."""
+    given = [limit for limit in (limits.queue_timeout_s, limits.request_timeout_s, request.timeout_s) if limit]
+    limit = min(given, default=None)
+    left_s = None if limit is None else request.arrival_s + limit - time.monotonic()
+    try:
+        async with asyncio.timeout(left_s):
+            yield
+    except TimeoutError as error:
+        raise QueueTimeoutError(f"no token within {limit:g} s") from error
 
 
 class Deadlines:

@@ -15,7 +15,7 @@ from typing import Any
 from specd.admission import Admission
 from specd.assembly import Parts, assemble
 from specd.config import Config, SchedulerConfig
-from specd.deadlines import Deadlines
+from specd.deadlines import Deadlines, before_first_token
 from specd.deltas import TokenStream
 from specd.device import Device
 from specd.errors import DrainingError, EngineError, RequestError, ShutdownError, SpecdError
@@ -25,7 +25,7 @@ from specd.pipeline.counters import Counters
 from specd.pipeline.length_override import LengthOverride
 from specd.pipeline.loop import Pipeline
 from specd.proposers.choose import proposers_of
-from specd.request import FinishReason, Grammar, Request, SequenceDelta
+from specd.request import FinishReason, Request, SequenceDelta
 from specd.selfcheck import self_check, warm_up
 from specd.sequence import Phase, Sequence
 from specd.snapshot import kv_status, live_sequences, request_detail, request_status
@@ -86,12 +86,13 @@ class Engine:
         self._task = asyncio.get_running_loop().create_task(self._run(), name="specd-pipeline")
 
     @classmethod
-    async def create(cls, config: Config, *, device: Device | None = None) -> Engine:
+    async def create(cls, config: Config, *, device: Device | None = None, grammars: bool = False) -> Engine:
         """Loads in a thread, starts the pipeline and sends a first request through draft and verify.
 
+        grammars: loads what they need as well, which else would hold up everybody when the first one comes.
         Raises ConfigError, FetchError, ModelError, DraftError, or EngineError when the first tokens fail.
         """
-        return await cls.start(await asyncio.to_thread(assemble, config, device=device))
+        return await cls.start(await asyncio.to_thread(assemble, config, device=device, grammars=grammars))
 
     @classmethod
     async def start(cls, parts: Parts, *, warm: bool = True) -> Engine:
@@ -118,9 +119,14 @@ class Engine:
 
     # ---------------------------------------------------------------- requests
 
-    async def prepare_grammar(self, grammar: Grammar) -> None:
-        """Compiles a grammar, which `submit` then takes. Raises RequestError, QueueFullError or EngineError."""
-        await self._parts.grammars.prepare(grammar)
+    async def prepare_grammar(self, request: Request) -> None:
+        """Compiles the grammar of a request, if it has one: `submit` then takes it, when nothing is awaited in between.
+
+        Raises RequestError, OverloadedError, QueueTimeoutError, DrainingError or EngineError.
+        """
+        if request.sampling.grammar is not None:
+            async with before_first_token(request, self._limits):
+                await self._parts.grammars.prepare(request.sampling.grammar, request.tenant)
 
     def submit(self, request: Request) -> TokenStream:
         """Accepts a request at once. Raises RequestError, QueueFullError, DrainingError or EngineError."""
@@ -139,7 +145,8 @@ class Engine:
         return stream
 
     def admit(self, tenant: bytes, requests: Items[Request] = ()) -> None:
-        """Raises QueueFullError or RateLimitError unless all of them (none: one more) would be accepted now."""
+        """Raises unless all of them (none: one more) would be accepted now: QueueFullError, RateLimitError, or
+        RequestError when they never would."""
         self._admission.check(self._limits, tenant, requests)
 
     def abort(self, request_id: str, error: SpecdError | None = None) -> bool:

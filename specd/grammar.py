@@ -5,7 +5,7 @@
               mask stage    fill(drafts)     the masks of a block, the matcher is where it was afterwards
               commit        advance(token)   one more token was emitted
 
-llguidance is imported, the vocabulary's trie built and the process started when the first grammar comes.
+The process is started when the first grammar comes; so is the vocabulary's trie built, unless `load` did it before.
 """
 
 from __future__ import annotations
@@ -13,16 +13,26 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
+import dataclasses
 import json
 import os
 import signal
 import sys
+import time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from specd.errors import EngineError, GrammarError, QueueFullError, RequestError, SpecdError
+from specd.errors import (
+    DrainingError,
+    EngineError,
+    GrammarError,
+    OverloadedError,
+    QueueFullError,
+    RequestError,
+    SpecdError,
+)
 from specd.log import get_logger
 from specd.request import Grammar
 from specd.text import Tokenizer
@@ -35,7 +45,8 @@ Words = npt.NDArray[np.int32]  # [R, ceil(V / 32)] packed masks, see `specd.tens
 log = get_logger(__name__)
 
 _CACHE_BYTES = 256 << 20
-_MAX_WAITING = 64  # grammars to compile; each takes 2 s at most
+_MAX_WAITING = 64  # grammars to compile; each takes 2 s of one core at most
+_MAX_REFUSED = 64  # of at most 64 KiB each
 _INVALID = {"json_schema": "invalid_schema", "regex": "invalid_regex", "choice": "invalid_choice"}
 
 
@@ -102,8 +113,17 @@ def _allows(row: Words, token: int) -> bool:
     return 0 <= token < 32 * len(row) and bool(int(row[token // 32]) >> (token % 32) & 1)
 
 
+@dataclasses.dataclass(slots=True)
+class _Place:
+    """A grammar that waits to be compiled, or is: whoever wants it waits here, one of them compiles."""
+
+    tenant: bytes  # who came first
+    turn: asyncio.Lock = dataclasses.field(default_factory=asyncio.Lock)
+    num_waiting: int = 0
+
+
 class Grammars:
-    """Compiles grammars and gives matchers. Lives on the event loop; nothing here blocks it."""
+    """Compiles grammars and gives matchers. Lives on the event loop; nothing here blocks it but `load`."""
 
     def __init__(self, tokenizer: Tokenizer, *, vocab_size: int, eos_ids: tuple[int, ...]) -> None:
         """vocab_size: width of the logits, which may be more or less than the tokenizer has."""
@@ -112,26 +132,46 @@ class Grammars:
         self._eos_ids = eos_ids
         self._cache: collections.OrderedDict[Grammar, tuple[LLMatcher, int]] = collections.OrderedDict()
         self._cached_bytes = 0
+        self._refused: collections.OrderedDict[Grammar, tuple[str, str]] = collections.OrderedDict()  # (code, message)
         self._trie: LLTokenizer | None = None
         self._worker: asyncio.subprocess.Process | None = None
+        self._places: dict[Grammar, _Place] = {}
         self._turn = asyncio.Lock()  # one at a time: hostile grammars take one core at most
-        self._num_waiting = 0
         self._serial = 0
+        self._closed = False
 
-    async def prepare(self, grammar: Grammar) -> None:
-        """Makes `matcher` possible. RequestError when it is no grammar, or too complex; QueueFullError; EngineError."""
+    def load(self) -> None:
+        """Builds the vocabulary's trie, where there is none yet. Takes the GIL: about a second for 50,000 tokens."""
+        if self._trie is not None or not self._eos_ids:
+            return
+        from specd.guidance import build_tokenizer
+
+        start = time.monotonic()
+        tokens, special = self._vocabulary()
+        self._trie = build_tokenizer(tokens, special=special, eos=self._eos_ids, encode=self._encode_exactly)
+        log.info("grammar_vocabulary_built", tokens=len(tokens), seconds=round(time.monotonic() - start, 2))
+
+    async def prepare(self, grammar: Grammar, tenant: bytes = b"") -> None:
+        """Makes `matcher` possible, until the caller awaits something else. At once for one that is known.
+
+        tenant: who waits for it. RequestError when it is no grammar, or too complex; OverloadedError, DrainingError or
+        EngineError when it could not be tried.
+        """
         if not self._eos_ids:
             raise self._refusal(grammar, "grammar_unavailable", "this model has no token to end an output with")
-        if self._num_waiting >= _MAX_WAITING:
-            raise QueueFullError(f"{_MAX_WAITING} other grammars wait to be compiled")
-        self._num_waiting += 1
-        try:
-            async with self._turn:
-                if grammar not in self._cache:
-                    await self._compile(grammar)
-                self._cache.move_to_end(grammar)
-        finally:
-            self._num_waiting -= 1
+        if not self._is_compiled(grammar):
+            place = self._places.get(grammar) or self._take_place(grammar, tenant)
+            place.num_waiting += 1
+            try:
+                async with place.turn:
+                    if not self._is_compiled(grammar):
+                        async with self._turn:
+                            await self._compile(grammar)
+            finally:
+                place.num_waiting -= 1
+                if not place.num_waiting:
+                    del self._places[grammar]
+        self._cache.move_to_end(grammar)
 
     def matcher(self, grammar: Grammar) -> GrammarMatcher:
         """A matcher at the beginning. EngineError when the grammar was not prepared."""
@@ -140,22 +180,42 @@ class Grammars:
         return GrammarMatcher(self._cache[grammar][0], self._eos_ids)
 
     async def close(self) -> None:
-        """Ends the process."""
-        if self._worker is not None:
-            self._kill(self._worker)
-            await self._worker.wait()
-            self._worker = None
+        """Ends the process; whoever still waits for a grammar gets DrainingError."""
+        self._closed = True
+        self._kill()
+        async with self._turn:  # behind those who wait: each of them leaves at once
+            await self._end_worker()
+
+    def _is_compiled(self, grammar: Grammar) -> bool:
+        """RequestError for one that was refused lately."""
+        if grammar in self._refused:
+            self._refused.move_to_end(grammar)
+            raise self._refusal(grammar, *self._refused[grammar])
+        return grammar in self._cache
+
+    def _take_place(self, grammar: Grammar, tenant: bytes) -> _Place:
+        """A tenant may have as many places as it leaves free. Raises QueueFullError."""
+        own = sum(place.tenant == tenant for place in self._places.values())
+        if own >= _MAX_WAITING - len(self._places):
+            raise QueueFullError(f"{len(self._places)} other grammars wait to be compiled, {own} of them for this key")
+        place = self._places[grammar] = _Place(tenant)
+        return place
 
     async def _compile(self, grammar: Grammar) -> None:
-        trie = self._trie
-        if trie is None:
-            self._trie = trie = await asyncio.to_thread(self._build_trie)
+        self._check_open()
+        await asyncio.to_thread(self.load)
         answer = await self._try_out(grammar)
+        if answer.get("late"):
+            raise OverloadedError(f"the grammar could not be tried: {answer['error']}")
         if answer["error"] is not None:
-            raise self._judge(grammar, answer)
+            self._refused[grammar] = code, message = self._judge(grammar, answer)
+            if len(self._refused) > _MAX_REFUSED:
+                self._refused.popitem(last=False)
+            raise self._refusal(grammar, code, message)
         from specd.guidance import compile_matcher
 
-        compiled = await asyncio.to_thread(compile_matcher, trie, grammar.kind, grammar.text)
+        assert self._trie is not None
+        compiled = await asyncio.to_thread(compile_matcher, self._trie, grammar.kind, grammar.text)
         size = max(int(answer["bytes"]), len(grammar.text))
         self._cache[grammar] = compiled, size
         self._cached_bytes += size
@@ -163,13 +223,19 @@ class Grammars:
             _, (_, freed) = self._cache.popitem(last=False)
             self._cached_bytes -= freed
 
-    def _judge(self, grammar: Grammar, answer: dict[str, Any]) -> RequestError:
+    def _check_open(self) -> None:
+        if self._closed:
+            raise DrainingError("the engine was closed before the grammar was compiled")
+
+    @staticmethod
+    def _judge(grammar: Grammar, answer: dict[str, Any]) -> tuple[str, str]:
+        """(code, message)"""
         from specd.guidance import too_complex
 
         message = str(answer["error"])
         if answer.get("killed") or too_complex(message):
-            return self._refusal(grammar, "schema_too_complex", message)
-        return self._refusal(grammar, _INVALID.get(grammar.kind, "invalid_grammar"), message)
+            return "schema_too_complex", message
+        return _INVALID.get(grammar.kind, "invalid_grammar"), message
 
     @staticmethod
     def _refusal(grammar: Grammar, code: str, message: str) -> RequestError:
@@ -184,12 +250,6 @@ class Grammars:
         tokens += [b""] * (self._vocab_size - known)
         return tokens, sorted(token for token in self._tokenizer.special_ids if token < self._vocab_size)
 
-    def _build_trie(self) -> LLTokenizer:
-        from specd.guidance import build_tokenizer
-
-        tokens, special = self._vocabulary()
-        return build_tokenizer(tokens, special=special, eos=self._eos_ids, encode=self._encode_exactly)
-
     def _encode_exactly(self, text: str) -> list[int] | None:
         """The canonical ids of a text; None from a tokenizer that puts a space in front of it."""
         ids = self._tokenizer.encode_text(text)
@@ -202,6 +262,7 @@ class Grammars:
         assert worker.stdout is not None
         self._serial += 1
         job = {"id": self._serial, "kind": grammar.kind, "text": grammar.text}
+        lost: ConnectionError | None = None
         try:
             worker.stdin.write(json.dumps(job).encode() + b"\n")
             await worker.stdin.drain()
@@ -210,9 +271,11 @@ class Grammars:
                 if answer["id"] == self._serial:
                     return answer
         except ConnectionError as error:
-            log.error("grammar_worker_lost", error=repr(error))
-        await self.close()
-        raise EngineError("the process that compiles grammars has ended")
+            lost = error
+        await self._end_worker()
+        self._check_open()
+        log.error("grammar_worker_lost", error=repr(lost))
+        raise EngineError("the process that compiles grammars has ended") from lost
 
     async def _running_worker(self) -> asyncio.subprocess.Process:
         if self._worker is not None and self._worker.returncode is None:
@@ -230,13 +293,19 @@ class Grammars:
             start_new_session=True,  # it and its child end together
         )
         self._worker = worker
+        self._check_open()
         assert worker.stdin is not None
         worker.stdin.write(line)
         log.info("grammar_worker_started", pid=worker.pid)
         return worker
 
-    @staticmethod
-    def _kill(worker: asyncio.subprocess.Process) -> None:
-        if worker.returncode is None:
+    async def _end_worker(self) -> None:
+        self._kill()
+        if self._worker is not None:
+            await self._worker.wait()
+            self._worker = None
+
+    def _kill(self) -> None:
+        if self._worker is not None and self._worker.returncode is None:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(worker.pid, signal.SIGKILL)
+                os.killpg(self._worker.pid, signal.SIGKILL)

@@ -55,7 +55,7 @@ class Operation:
         self.console = Console(engine, daemon, reloader=reloader, keys=self._key_file, levels=levels)
 
     def begin(self, reconfigure: Iterable[Callable[[Config], None]]) -> None:
-        """reconfigure: of the HTTP application, each takes a new configuration."""
+        """Each of reconfigure takes a new configuration."""
         reconfigure = tuple(reconfigure)
 
         def prepare(config: Config) -> Callable[[], None]:

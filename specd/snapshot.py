@@ -50,6 +50,8 @@ def _params(request: Request) -> dict[str, object]:
     for name in _USER_TEXT:
         value = getattr(request.sampling, name)
         params[name] = None if value is None else len(value)
+    if (grammar := request.sampling.grammar) is not None:
+        params["grammar"] = {"kind": grammar.kind, "length": len(grammar.text)}
     return {"n": request.n, **params, "speculation": dataclasses.asdict(request.speculation)}
 
 

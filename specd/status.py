@@ -140,7 +140,7 @@ class RequestDetail:
     """One live choice with its parameters and its latest steps, for `specd ctl request`. Never any text."""
 
     status: RequestStatus
-    params: Mapping[str, object]  # user text (stop strings) as counts
+    params: Mapping[str, object]  # user text (stop strings) as counts, a grammar as kind and length
     preemptions: int
     cached_tokens: int
     acceptance_histogram: tuple[int, ...]

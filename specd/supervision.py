@@ -36,9 +36,10 @@ class DaemonEngine(AdminEngine, Protocol):
 
 
 class LoopLag:
-    """How late the event loop is, measured with a timer."""
+    """How late the event loop is, measured with a timer. Each of `observers` is told every delay, in seconds."""
 
     def __init__(self) -> None:
+        self.observers: list[Callable[[float], None]] = []
         self._recent: collections.deque[float] = collections.deque(maxlen=_LAG_WINDOW)
 
     @property
@@ -58,7 +59,10 @@ class LoopLag:
         while True:
             due_s = time.monotonic() + _LAG_PERIOD_S
             await asyncio.sleep(_LAG_PERIOD_S)
-            self._recent.append(max(time.monotonic() - due_s, 0.0))
+            late_s = max(time.monotonic() - due_s, 0.0)
+            self._recent.append(late_s)
+            for observe in self.observers:
+                observe(late_s)
 
 
 class Supervisor:

@@ -29,6 +29,7 @@ class Controls:
     state: EngineState
     paused = False
     k: int | str | None = None
+    configured: int | str = "adaptive"
     cached_pages = 3
     limits: SchedulerConfig | None = None
 
@@ -59,8 +60,8 @@ class Controls:
 
     @property
     def draft_length(self) -> LengthPolicy:
-        k = "adaptive" if self.k is None else self.k
-        return LengthPolicy("auto" if k else "off", k, "adaptive", self.k is not None)
+        k = self.configured if self.k is None else self.k
+        return LengthPolicy("auto" if k else "off", k, self.configured, self.k is not None)
 
     def set_draft_length(self, k: int | str | None) -> None:
         if isinstance(k, int) and not 0 <= k <= 8:

@@ -179,6 +179,7 @@ def assert_nothing_owned(parts: Parts) -> None:
     assert pool.num_free == pool.num_pages, "somebody still owns pages"
     assert not parts.scheduler.running
     assert not parts.scheduler.waiting
+    assert not any(tenant.num_live for tenant in parts.scheduler.waiting._tenants.values())
 
 
 def ask(
@@ -232,8 +233,7 @@ class Result:
 async def collect(engine: Engine, request: Request) -> list[Result]:
     """One request to its end: a result for each choice."""
     results = [Result() for _ in range(request.n)]
-    if request.sampling.grammar is not None:
-        await engine.prepare_grammar(request.sampling.grammar)
+    await engine.prepare_grammar(request)
     async for delta in engine.submit(request):
         results[delta.index].add(delta)
     return results

@@ -131,8 +131,10 @@ class FakeEngine:
     def admit(self, tenant: bytes, requests: Sequence[Request] = ()) -> None:
         self.admitted.append((tenant, len(requests)))
 
-    async def prepare_grammar(self, grammar: Grammar) -> None:
-        self.grammars.append(grammar)
+    async def prepare_grammar(self, request: Request) -> None:
+        if request.sampling.grammar is None:
+            return
+        self.grammars.append(request.sampling.grammar)
         if self.script.refuse_grammar is not None:
             raise self.script.refuse_grammar
 

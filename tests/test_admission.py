@@ -11,9 +11,16 @@ from hypothesis import strategies as st
 
 from specd.admission import Admission, DrainRate
 from specd.config import SchedulerConfig
-from specd.deadlines import Deadlines
+from specd.deadlines import Deadlines, before_first_token
 from specd.deltas import DeltaQueue, TokenStream, join
-from specd.errors import DeadlineError, OverloadedError, QueueFullError, QueueTimeoutError, RateLimitError
+from specd.errors import (
+    DeadlineError,
+    OverloadedError,
+    QueueFullError,
+    QueueTimeoutError,
+    RateLimitError,
+    RequestError,
+)
 from specd.pipeline.waiting import WaitingQueue
 from specd.request import FinishReason, Request, SequenceDelta, TokenLogprob, TokenOrigin
 from specd.status import REFUSALS
@@ -67,6 +74,36 @@ def test_a_long_prompt_may_wait_alone() -> None:
         admission.check(limits, B, (request_of("y", 1, key=B),))
 
 
+def test_more_than_may_ever_wait_is_not_worth_another_try() -> None:
+    admission = Admission(WaitingQueue(), clock=Clock())
+    limits = SchedulerConfig(max_waiting=5, max_requests_per_key=1)
+    admission.check(limits, A, (request_of("x", n=5),))
+    with pytest.raises(RequestError) as caught:
+        admission.check(limits, A, tuple(request_of(name, n=3) for name in ("x", "y")))
+    assert (caught.value.code, caught.value.param) == ("out_of_range", "n")
+    for part in ("is 6 (3 times 2)", "at most 5 sequences", "scheduler.max_waiting"):
+        assert part in str(caught.value)
+    assert not admission.rejected
+
+
+def test_keys_are_forgotten_when_nothing_is_known_of_them() -> None:
+    clock = Clock()
+    admission = Admission(WaitingQueue(), clock=clock)
+    limits = SchedulerConfig(max_requests_per_key=1)
+    running = request_of("x", key=b"running")
+    admission.begin(running)
+    for number in range(100):
+        request = request_of("y", key=b"%d" % number)
+        admission.begin(request)
+        admission.end(request)
+        clock.now += 1.0
+    assert len(admission._keys) <= 1 + 31
+    with pytest.raises(RateLimitError):
+        admission.check(limits, b"running")
+    admission.end(running)
+    admission.check(limits, b"running")
+
+
 def test_what_has_ended_is_room_again() -> None:
     admission = Admission(WaitingQueue(), clock=Clock())
     limits = SchedulerConfig(max_requests_per_key=1)
@@ -98,7 +135,7 @@ def test_refusals_say_when_to_come_back() -> None:
     clock = Clock()
     waiting = WaitingQueue()
     admission = Admission(waiting, clock=clock)
-    fill(waiting, choices("x", 10, n=3))
+    fill(waiting, choices("x", 10, n=9))
     for second in range(1, 11):
         clock.now = float(second)
         for number in range(2):
@@ -106,7 +143,7 @@ def test_refusals_say_when_to_come_back() -> None:
             admission.begin(done)
             admission.end(done)
     for limits, asked, seconds in (
-        (SchedulerConfig(max_waiting=3), request_of("z", n=9), 5),  # nine too many, two a second
+        (SchedulerConfig(max_waiting=9), request_of("z", n=9), 5),  # nine too many, two a second
         (SchedulerConfig(max_waiting_tokens=10), request_of("z", 1000), 5),  # 200 prompt tokens a second
     ):
         with pytest.raises(QueueFullError) as caught:
@@ -129,6 +166,24 @@ async def expired(limits: SchedulerConfig, *, timeout_s: float | None = None, be
     deadlines.end(request)
     assert len(found) <= 1
     return found[0] if found else None
+
+
+async def test_what_is_done_before_a_request_is_accepted_is_in_its_time() -> None:
+    sampling = request_of("x").sampling
+    queue, total = SchedulerConfig(queue_timeout_s=0.01), SchedulerConfig(request_timeout_s=0.01)
+    for limits, timeout_s, waited_s in (
+        (queue, None, 0.0),
+        (total, 9.0, 0.0),
+        (SchedulerConfig(request_timeout_s=9), 0.01, 0.0),
+        (SchedulerConfig(queue_timeout_s=8, request_timeout_s=9), None, 8.1),
+    ):
+        arrival_s = time.monotonic() - waited_s
+        request = Request("x", (1,), sampling, timeout_s=timeout_s, arrival_s=arrival_s)
+        with pytest.raises(QueueTimeoutError, match=r"within (0\.01|8) s"):
+            async with before_first_token(request, limits):
+                await asyncio.sleep(60)
+    async with before_first_token(Request("x", (1,), sampling), SchedulerConfig()):
+        await asyncio.sleep(0.01)
 
 
 async def test_deadlines() -> None:

@@ -69,6 +69,7 @@ def out(capsys: pytest.CaptureFixture[str]) -> str:
 
 def test_requests(served: Served, capsys: pytest.CaptureFixture[str]) -> None:
     assert served.ctl("abort", "--all") == 1  # there is none
+    assert capsys.readouterr().err == "specd: no live request is of that kind\n"
     served.engine.start("chatcmpl-a#0.0", "b", "c")
     assert served.ctl("requests") == 0
     assert "chatcmpl-a#0.0" in out(capsys)
@@ -80,7 +81,10 @@ def test_requests(served: Served, capsys: pytest.CaptureFixture[str]) -> None:
     assert "step  source  drafted  emitted" in shown
     assert served.ctl("request", "x/y") == 1
     assert "not_found" in capsys.readouterr().err
-    assert served.ctl("abort", "a", "b") == 0
+    assert served.ctl("abort", "resp_x") == 1
+    assert capsys.readouterr().err == "specd: there is no live request 'resp_x'\n"
+    assert served.ctl("abort", "resp_a", "b") == 0
+    assert capsys.readouterr().err == ""
     assert served.engine.aborted == ["chatcmpl-a#0.0", "b"]
     assert served.ctl("abort") == 1
     assert "missing_parameter" in capsys.readouterr().err

@@ -8,8 +8,10 @@ import os
 import signal
 import socket
 import threading
+import time
 from pathlib import Path
 
+import aiohttp
 import pytest
 import structlog
 
@@ -183,6 +185,56 @@ def test_what_is_bound_decides_about_the_warning(
     with structlog.testing.capture_logs() as logs:
         run(main)
     assert bool([line for line in logs if line["event"] == "listening_without_keys"]) is warned
+
+
+def test_a_reload_without_keys_warns_as_a_start_does(config: Config, tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("secret\n")
+    locked = ServerConfig(host="0.0.0.0", port=config.server.port, api_keys_file=str(tmp_path / "keys"))
+    opened = dataclasses.replace(config, server=dataclasses.replace(locked, api_keys_file=""))
+    answers = [opened, dataclasses.replace(config, server=dataclasses.replace(locked, max_stop=9))]
+    daemon = Daemon(FakeEngine(), dataclasses.replace(config, server=locked), reread=lambda: answers.pop())
+
+    async def main() -> list[int]:
+        counts = []
+        async with serving(daemon):
+            await until_health(config, 200)
+            for _ in range(2):
+                counts.append(warned())
+                await asyncio.to_thread(Client(Path(config.admin.socket)).call, "POST", "/v1/reload", {})
+            os.kill(os.getpid(), signal.SIGTERM)
+        return [*counts, warned()]
+
+    with structlog.testing.capture_logs() as logs:
+
+        def warned() -> int:
+            return sum(line["event"] == "listening_without_keys" for line in logs)
+
+        assert run(main) == [0, 0, 1]
+
+
+def test_a_blocked_loop_is_seen_by_all_who_ask(config: Config) -> None:
+    """One measurement: the metric and the control socket."""
+
+    async def main() -> tuple[dict[str, float], float, list[str]]:
+        async with serving(Daemon(FakeEngine(), config)):
+            await until_health(config, 200)
+            await asyncio.sleep(0.05)
+            time.sleep(0.5)  # noqa: ASYNC251  what a loop must not do
+            await asyncio.sleep(0.3)
+            timers = [task.get_name() for task in asyncio.all_tasks() if "lag" in task.get_name()]
+            status = await asyncio.to_thread(Client(Path(config.admin.socket)).call, "GET", "/v1/status")
+            async with aiohttp.ClientSession(f"http://127.0.0.1:{config.server.port}") as session:
+                text = await (await session.get("/metrics")).text()
+            os.kill(os.getpid(), signal.SIGTERM)
+        rows = (line.rsplit(" ", 1) for line in text.splitlines() if line.startswith("specd_loop_lag_seconds"))
+        return {name: float(value) for name, value in rows}, status["loop_lag_s"], timers
+
+    samples, worst_s, timers = run(main)
+    assert worst_s > 0.1
+    count = samples["specd_loop_lag_seconds_count"]
+    assert samples['specd_loop_lag_seconds_bucket{le="0.1"}'] < count
+    assert samples["specd_loop_lag_seconds_sum"] >= worst_s
+    assert timers == ["specd-loop-lag"]
 
 
 def test_a_lossy_rule_is_named(config: Config, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,7 +16,7 @@ import pytest
 import structlog
 
 from specd.config import Config
-from specd.daemon import LoadAbandoned, load_engine, serve
+from specd.daemon import LoadAbandoned, load_engine, load_serving_engine, serve
 from specd.errors import FetchError
 from tests.daemons import FakeEngine, config_in, health, run
 
@@ -94,14 +94,19 @@ def test_a_load_that_fails_after_the_signal_is_an_ordinary_end(config: Config) -
 
 
 def test_the_load_is_announced(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def create(config: Config) -> FakeEngine:
+    async def create(config: Config, *, grammars: bool) -> FakeEngine:
         assert [line["event"] for line in lines] == ["model_loading"]
+        asked.append(grammars)
         return FakeEngine()
 
     monkeypatch.setitem(sys.modules, "specd.engine", SimpleNamespace(Engine=SimpleNamespace(create=create)))  # type: ignore[arg-type]
+    asked: list[bool] = []
     with structlog.testing.capture_logs() as lines:
         assert isinstance(run(lambda: load_engine(config)), FakeEngine)
     assert lines[0]["path"] == "smollm2-135m"
+    with structlog.testing.capture_logs() as lines:
+        run(lambda: load_serving_engine(config))
+    assert asked == [False, True], "what grammars need is loaded where they will be asked for"
 
 
 SLOW_LOAD = """

@@ -55,6 +55,38 @@ async def test_a_paused_stream_waits_and_goes_on() -> None:
         assert result.tokens == greedy_answer(target_model(), PROMPT, 4)
 
 
+async def test_having_had_nothing_to_do_is_no_stall() -> None:
+    """Not even for the moment until the first step begins: after an idle hour, and after a long pause."""
+    async with running(make_parts()) as engine:
+        for paused in (False, True):
+            await collect(engine, ask("before", PROMPT, max_tokens=1))
+            await settle(engine)
+            if paused:
+                engine.pause()
+                stream = engine.submit(ask("a", PROMPT, max_tokens=4))
+                await settle(engine)
+            engine._pipeline.last_step_s -= 3600
+            if paused:
+                engine.unpause()
+            else:
+                stream = engine.submit(ask("a", PROMPT, max_tokens=4))
+            stats = engine.stats()
+            assert stats.running + stats.waiting == 1
+            assert stats.last_progress_s < 60
+            [delta async for delta in stream]
+
+
+async def test_a_step_that_never_ends_is_a_stall_whatever_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running(make_parts()) as engine:
+        stream = engine.submit(ask("a", PROMPT, max_tokens=40))
+        await take(stream, 3)
+        engine._pipeline.last_step_s -= 3600
+        other = engine.submit(ask("b", PROMPT, max_tokens=4))
+        assert engine.stats().last_progress_s > 3500
+        for each in (stream, other):
+            [delta async for delta in each]
+
+
 async def test_drain_ends_a_pause_and_resume_takes_requests_again() -> None:
     async with running(make_parts()) as engine:
         engine.pause()

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from specd import grammar as module
-from specd.errors import EngineError, GrammarError, QueueFullError, RequestError
+from specd.errors import EngineError, GrammarError, RequestError
 from specd.grammar import GrammarMatcher, Grammars
 from specd.guidance import build_tokenizer, compile_matcher
 from specd.request import Grammar
@@ -25,6 +25,7 @@ from tests.fake_engine import byte_tokenizer
 from tests.test_text import KINDS, piece_tokenizer
 
 PADDING = 70  # rows of the head that no token of the vocabulary has
+ENDLESS = '{"type":"integer","multipleOf":999983}'  # to compile
 SCHEMA = '{"type":"object","properties":{"a":{"type":"integer"}},"required":["a"],"additionalProperties":false}'
 
 
@@ -86,7 +87,7 @@ async def test_a_grammar_that_never_ends_is_killed_at_the_deadline_and_others_go
         await made.prepare(Grammar("regex", "a+"))  # the trie and the process are there
         worker = made._worker
         start = time.monotonic()
-        hostile = asyncio.create_task(refusal(made, "json_schema", '{"type":"integer","multipleOf":999983}'))
+        hostile = asyncio.create_task(refusal(made, "json_schema", ENDLESS))
         await asyncio.sleep(0)
         lag = 0.0
         while not hostile.done():
@@ -103,7 +104,7 @@ async def test_a_grammar_that_never_ends_is_killed_at_the_deadline_and_others_go
 async def test_a_cancelled_try_leaves_the_next_one_its_own_answer() -> None:
     async with grammars() as made:
         await made.prepare(Grammar("regex", "a+"))
-        task = asyncio.create_task(made.prepare(Grammar("json_schema", '{"type":"integer","multipleOf":999983}')))
+        task = asyncio.create_task(made.prepare(Grammar("json_schema", ENDLESS)))
         await asyncio.sleep(0.1)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
@@ -137,12 +138,6 @@ async def test_the_cache_is_bounded_by_bytes_and_forgets_the_oldest(monkeypatch:
     made.matcher(Grammar("regex", "a"))
     with pytest.raises(EngineError, match="not prepared"):
         made.matcher(Grammar("regex", "c"))
-
-
-async def test_too_many_at_once_are_turned_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_MAX_WAITING", 0)
-    with pytest.raises(QueueFullError):
-        await make().prepare(Grammar("regex", "a"))
 
 
 async def test_a_model_without_an_end_takes_no_grammar() -> None:

@@ -5,17 +5,23 @@ The target is a tiny random model: what it would like to say never fits, so ever
 
 from __future__ import annotations
 
+import asyncio
 import collections
+import dataclasses
 import json
 import re
+import time
 from collections.abc import Callable
 from typing import Any
 
 import jsonschema
 import pytest
+import torch
 
+from specd import assembly
+from specd.config import Config, ModelConfig, SchedulerConfig
 from specd.engine import Engine
-from specd.errors import EngineError, GrammarError
+from specd.errors import EngineError, GrammarError, QueueTimeoutError
 from specd.grammar import GrammarMatcher, Grammars
 from specd.request import FinishReason, Grammar, Request
 from tests.engines import EOS, Result, ask, collect, generate, make_parts, running, tokenizer
@@ -246,9 +252,8 @@ async def test_a_matcher_that_breaks_fails_its_request_alone(monkeypatch: pytest
     monkeypatch.setattr(GrammarMatcher, "fill", broken)
     parts = make_parts(draft="ngram", draft_len=3)
     async with running(parts) as engine:
-        grammar = GRAMMARS["regex"][0]
-        await engine.prepare_grammar(grammar)
-        bad = parts.grammars.matcher(grammar)._start
+        await engine.prepare_grammar(bounded("regex", 0.0))
+        bad = parts.grammars.matcher(GRAMMARS["regex"][0])._start
         results = await generate(engine, [bounded("regex", 0.0), bounded("person", 0.0), ask("free", LONG)])
     last = results["regex 0.0"][0].last
     assert last is not None
@@ -262,3 +267,31 @@ async def test_a_grammar_that_was_not_prepared_is_refused() -> None:
     async with running(make_parts()) as engine:
         with pytest.raises(EngineError, match="not prepared"):
             engine.submit(bounded("regex", 0.0))
+
+
+async def test_the_time_for_a_first_token_runs_while_a_grammar_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def prepare(self: Grammars, grammar: Grammar, tenant: bytes = b"") -> None:
+        tenants.append(tenant)
+        await asyncio.sleep(1)
+
+    tenants: list[bytes] = []
+    monkeypatch.setattr(Grammars, "prepare", prepare)
+    request = dataclasses.replace(bounded("regex", 0.0), tenant=b"key", arrival_s=time.monotonic())
+    async with running(make_parts()) as engine:
+        await engine.prepare_grammar(ask("free", LONG))
+        engine.set_limits(SchedulerConfig(queue_timeout_s=0.02))
+        with pytest.raises(QueueTimeoutError, match=r"no token within 0\.02 s"):
+            await engine.prepare_grammar(request)
+        assert engine.stats().accepted_requests == 0
+    assert tenants == [b"key"]
+
+
+@pytest.mark.parametrize("grammars", [False, True])
+def test_what_grammars_need_is_loaded_with_the_model_where_asked(
+    grammars: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = make_parts()
+    monkeypatch.setattr(assembly, "_assemble", lambda *args: parts)
+    config = Config(model=ModelConfig(path="tiny", threads=torch.get_num_threads()))
+    assert assembly.assemble(config, device=parts.device, grammars=grammars) is parts
+    assert (parts.grammars._trie is not None) == grammars

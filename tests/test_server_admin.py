@@ -70,6 +70,19 @@ async def test_abort_by_name_and_by_filter(tmp_path: Path) -> None:
     assert all(isinstance(error, AdminAbortedError) for error in engine.errors)
 
 
+async def test_a_request_is_found_by_its_answer_s_id(tmp_path: Path) -> None:
+    engine = Engine()
+    engine.start("chatcmpl-a#0.0", "chatcmpl-b#1.0", "chatcmpl-c#2.0", "chatcmpl-msg_c#3.0")
+    async with serving(tmp_path / "a.sock", engine) as caller:
+        for name, found in (
+            ("resp_a", "chatcmpl-a#0.0"),
+            ("msg_b", "chatcmpl-b#1.0"),
+            ("msg_c", "chatcmpl-msg_c#3.0"),  # a name of the client's own comes first
+            ("chatcmpl-c", "chatcmpl-c#2.0"),
+        ):
+            assert await caller.result("DELETE", f"/v1/requests/{name}") == {"aborted": [found]}
+
+
 async def test_drain_and_resume(tmp_path: Path) -> None:
     engine = Engine()
     engine.start("a")
@@ -110,6 +123,8 @@ async def test_speculation_reverts(tmp_path: Path) -> None:
             ({"mode": "auto", "k": 0}, "invalid_value"),
             ({"mode": "on"}, "invalid_type"),
             ({"k": 3, "ttl": 0}, "out_of_range"),
+            ({"ttl": 60}, "missing_parameter"),
+            ({"mode": "auto", "ttl": 60}, "missing_parameter"),
             ({"drafter": "x"}, "unknown_parameter"),
         ):
             assert await caller.refusal("PATCH", "/v1/speculation", body) == (400, code), body
@@ -123,6 +138,12 @@ async def test_speculation_reverts(tmp_path: Path) -> None:
         assert caller.console.generation == generation + 1
         assert (await caller.result("PATCH", "/v1/speculation", {"mode": "off"}))["mode"] == "off"
         assert not (await caller.result("PATCH", "/v1/speculation", {}))["overridden"]
+        assert (await caller.result("PATCH", "/v1/speculation", {"mode": "auto"}))["k"] == "adaptive"
+        engine.configured = 0
+        status, reply = await caller.ask("PATCH", "/v1/speculation", {"mode": "auto"})
+        assert (status, reply["error"]["code"]) == (400, "invalid_value")
+        assert "speculation.draft_len" in reply["error"]["message"]
+        assert (await caller.result("PATCH", "/v1/speculation", {"mode": "auto", "k": 2}))["k"] == 2
 
 
 async def test_a_later_override_is_not_reverted_by_an_earlier_one(tmp_path: Path) -> None:
@@ -141,6 +162,7 @@ async def test_log_level_reverts(tmp_path: Path) -> None:
         assert (found["level"], found["configured"]) == ("debug", "info")
         await asyncio.sleep(0.1)
         assert await caller.refusal("PUT", "/v1/loglevel", {"level": "loud"}) == (400, "invalid_type")
+        assert await caller.refusal("PUT", "/v1/loglevel", {"ttl": 60}) == (400, "missing_parameter")
     assert desk.log_levels == ["debug", None]
 
 
@@ -319,15 +341,6 @@ async def test_changes_are_logged_with_the_peer(tmp_path: Path) -> None:
     ]
     assert calls[0]["arguments"] == '{"k":2}'
     assert calls[0]["peer"] == {"pid": os.getpid(), "uid": os.geteuid(), "gid": os.getegid()}
-
-
-async def test_too_many_calls_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(admin_app, "_MAX_CALLS", 1)
-    async with serving(tmp_path / "a.sock", Engine()) as caller:
-        reply = await caller.session.get("http://admin/v1/events")
-        await reply.content.readline()
-        assert await caller.refusal("GET", "/v1/status") == (503, "busy")
-        reply.close()
 
 
 async def test_a_fault_is_answered_and_logged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

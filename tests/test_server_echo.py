@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
-from specd.server.echo import echo_of
+from specd.errors import QueueFullError
+from specd.request import Request, TokenLogprob
+from specd.server import echo as module
+from specd.server.echo import Echo, echo_of
+from specd.server.responses import ResponseWriter
+from specd.text import Tokenizer
 from tests.fake_engine import FakeEngine, Script, byte_tokenizer
 from tests.http_server import Reply, serve
 
@@ -94,6 +101,48 @@ async def test_refusals() -> None:
         assert (reply.error["code"], reply.error["param"]) == ("unsupported_parameter", "echo")
         reply = await client.complete(prompt=[1] * 512, echo=True, max_tokens=0)
         assert reply.error["code"] == "context_length_exceeded"
+
+
+class Full(FakeEngine):
+    """Accepts nothing, which it says when it knows the prompts."""
+
+    def admit(self, tenant: bytes, requests: Sequence[Request] = ()) -> None:
+        super().admit(tenant, requests)
+        if requests:
+            raise QueueFullError("full")
+
+
+@pytest.mark.parametrize("full", [False, True])
+async def test_long_work_is_done_off_the_loop_and_for_what_is_accepted(
+    full: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hundreds of long prompts take half a minute: nobody else waits for that, and none of it is for a 429."""
+    engine = Full() if full else FakeEngine()
+    admitted: list[int] = []
+    threads: list[threading.Thread] = []
+    score = ResponseWriter.echo_logprobs
+
+    def read(prompt: str | None, ids: Sequence[int], tokenizer: Tokenizer) -> Echo:
+        admitted.append(engine.admitted[-1][1])
+        threads.append(threading.current_thread())
+        return echo_of(prompt, ids, tokenizer)
+
+    def write(self: ResponseWriter, choice: int, found: Sequence[TokenLogprob] | None) -> dict[str, Any] | None:
+        threads.append(threading.current_thread())
+        return score(self, choice, found)
+
+    monkeypatch.setattr(module, "echo_of", read)
+    monkeypatch.setattr(ResponseWriter, "echo_logprobs", write)
+    async with serve(engine) as client:
+        reply = await client.complete(prompt=["a" * 200, "b" * 200], echo=True, max_tokens=1, logprobs=1)
+    if full:
+        assert reply.status == 429
+        assert not threads
+    else:
+        assert [choice["text"][:200] for choice in reply.body["choices"]] == ["a" * 200, "b" * 200]
+        assert admitted == [2, 2]
+        assert len(threads) == 4
+        assert threading.main_thread() not in threads
 
 
 def test_a_hidden_bos_is_a_token_without_text() -> None:

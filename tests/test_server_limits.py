@@ -122,6 +122,19 @@ async def test_a_timeout_before_the_first_token_is_503(stream: bool) -> None:
     assert reply.headers["x-should-retry"] == "true"
 
 
+async def test_a_timeout_before_anything_was_submitted_is_a_deadline_too() -> None:
+    engine = FakeEngine(Script(refuse_grammar=QueueTimeoutError("no token within 2 s")))
+    async with serve(engine) as client:
+        with structlog.testing.capture_logs() as logs:
+            reply = await client.chat(response_format={"type": "json_object"})
+            await until(lambda: any(line["event"] == "request_finished" for line in logs))
+    assert (reply.status, reply.error["code"]) == (503, "queue_timeout")
+    (line,) = [line for line in logs if line["event"] == "request_finished"]
+    assert (line["aborted_by"], line["error"]) == ("deadline", "queue_timeout")
+    assert engine.admitted == [(b"", 0), (b"", 1)], "no grammar is compiled for what would be turned away"
+    assert not engine.requests_seen
+
+
 async def test_a_deadline_in_mid_stream_delivers_what_was_said() -> None:
     engine = FakeEngine()
     ending(engine, DeadlineError("the request took longer than 2 s"), after=3, text="HELD")

@@ -387,8 +387,10 @@ def test_events_are_padded_where_others_may_count_bytes() -> None:
 
 
 async def test_openais_own_client_reads_a_response() -> None:
-    async with serve(FakeEngine(Script(blocks=(2, 1)))) as client:
-        sdk = openai.AsyncOpenAI(base_url=client.url + "/v1", api_key="x", max_retries=0)
+    async with (
+        serve(FakeEngine(Script(blocks=(2, 1)))) as client,
+        openai.AsyncOpenAI(base_url=client.url + "/v1", api_key="x", max_retries=0) as sdk,
+    ):
         whole = await sdk.responses.create(model="tiny", input="hi", store=False)
         async with sdk.responses.stream(model="tiny", input="hi") as stream:
             streamed = await stream.get_final_response()

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specd.pages import BlockKeys
-from specd.pipeline.waiting import WaitingQueue
+from specd.pipeline.waiting import WaitingQueue, _Tenant
 from specd.request import Request, SamplingParams
 from specd.sequence import Sequence
 from specd.text import Detokenizer
@@ -106,7 +106,10 @@ def test_one_key_with_equal_priorities_is_first_come_first_served(rules: list[tu
             sequence = (
                 model.items[draw % len(model.items)] if rule == "remove" else rest[0] if passed else model.items[0]
             )
-            (queue.take if rule == "take" else queue.remove)(sequence)
+            if rule == "take":
+                queue.take(sequence)
+            else:
+                queue.end(sequence, waiting=True)
             model.drop(sequence)
             if rule == "take":
                 running.append(sequence)
@@ -125,7 +128,7 @@ def test_the_choices_of_a_request_stay_together() -> None:
     assert names(queue) == ["x0", "x1", "x2", "y0", "z0", "z1"]
     queue.take(next(iter(queue)))
     assert names(queue) == ["x1", "x2", "y0", "z0", "z1"], "what has begun comes before any other key"
-    queue.remove(next(iter(queue)))
+    queue.end(next(iter(queue)), waiting=True)
     assert names(queue) == ["x2", "y0", "z0", "z1"]
 
 
@@ -256,6 +259,51 @@ def test_a_key_that_was_away_has_saved_nothing_up() -> None:
         fill(queue, choices(f"y{i}.", 100, key=B))
     assert [sequence.request.tenant for sequence in queue] == [B, A, B, A, B, A, B]
     assert queue.spread() == (2, 0.0)
+
+
+class Remembering(WaitingQueue):
+    """Never forgets a key."""
+
+    def _tenant(self, key: bytes) -> _Tenant:
+        return self._tenants.setdefault(key, _Tenant(next(self._serials)))
+
+
+RULES = st.sampled_from(["add", "take", "charge", "end", "end"])
+
+
+@given(st.lists(st.tuples(RULES, st.integers(0, 50), st.sampled_from([A, B, C, b"d"])), max_size=80))
+def test_a_key_that_was_forgotten_comes_back_where_it_would_have_been(rules: list[tuple[str, int, bytes]]) -> None:
+    """No key gains or loses anything by it, and none is kept that has nothing going on and nothing to lose."""
+    queue, whole = WaitingQueue(), Remembering()
+    waiting: list[Sequence] = []
+    running: list[Sequence] = []
+    for number, (rule, draw, key) in enumerate(rules):
+        if rule == "add":
+            new = choices(f"{number}.", 1 + draw, key=key, n=1 + draw % 2, weight=1 + draw % 3)
+            waiting += new
+            for each in (queue, whole):
+                fill(each, new)
+        elif rule == "take" and waiting:
+            running.append(waiting.pop(draw % len(waiting)))
+            for each in (queue, whole):
+                each.take(running[-1])
+        elif rule == "charge" and running:
+            for each in (queue, whole):
+                each.charge(running[draw % len(running)], draw)
+        elif rule == "end" and waiting + running:
+            waits = not running or bool(waiting and draw % 2)
+            ended = (waiting if waits else running).pop()
+            for each in (queue, whole):
+                each.end(ended, waiting=waits)
+        assert queue._level() == whole._level()
+        assert {k: t.served for k, t in queue._tenants.items() if t.groups} == {
+            k: t.served for k, t in whole._tenants.items() if t.groups
+        }
+    level = queue._level()
+    fill(queue, choices("last", key=b"new"))
+    live = {sequence.request.tenant for sequence in waiting + running}
+    kept = {k for k, t in whole._tenants.items() if k in live or t.served > level}
+    assert set(queue._tenants) == kept | {b"new"}
 
 
 def test_what_waits_is_counted() -> None:

@@ -81,9 +81,15 @@ def _abort(args: argparse.Namespace, client: Client) -> int:
     wish = {"all": args.all or None, "state": args.state, "older_than": args.older_than, "prefix": args.prefix}
     found: list[str] = []
     for request_id in args.ids:
-        found += client.call("DELETE", f"/v1/requests/{_quoted(request_id)}")["aborted"]
+        aborted = client.call("DELETE", f"/v1/requests/{_quoted(request_id)}")["aborted"]
+        if not aborted:
+            print(f"specd: there is no live request {request_id!r}", file=sys.stderr)
+        found += aborted
     if not args.ids or any(value is not None for value in wish.values()):
-        found += client.call("POST", "/v1/requests/abort", {"filter": wish})["aborted"]
+        aborted = client.call("POST", "/v1/requests/abort", {"filter": wish})["aborted"]
+        if not aborted:
+            print("specd: no live request is of that kind", file=sys.stderr)
+        found += aborted
     _show(args, {"aborted": found})
     return 0 if found else _FAILED
 

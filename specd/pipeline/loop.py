@@ -90,12 +90,15 @@ class Pipeline:
         self._carry = None if make_carry is None else ready(make_carry())
         self._publish = publish
         self._work = asyncio.Event()
+        self._idle = True  # `run` waits for work
         self._failures = FailureLimit()
         self._refill_failures = self._draft_failures = 0
         self._last_report_s = 0.0
 
     def wake(self) -> None:
         """Something was added or aborted."""
+        if self._idle:
+            self.last_step_s = time.monotonic()  # being idle was no stall
         self._work.set()
 
     async def run(self) -> None:
@@ -106,10 +109,11 @@ class Pipeline:
         while True:
             if scheduled is None:
                 self._publish(deltas)
+                self._idle = True
                 await self._work.wait()
+                self._idle = False
                 self._work.clear()
                 self._last_report_s = time.perf_counter()
-                self.last_step_s = time.monotonic()  # being idle is no stall
                 deltas, scheduled = self._next_step([])
                 continue
             launched = self._launch(scheduled)

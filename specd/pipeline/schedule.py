@@ -370,9 +370,8 @@ class Scheduler:
         self.waiting.put_back(sequence)
 
     def _finish(self, sequence: Sequence) -> None:
-        if sequence.phase is Phase.WAITING:
-            self.waiting.remove(sequence)
-        elif sequence.phase is Phase.RUNNING:
+        self.waiting.end(sequence, waiting=sequence.phase is Phase.WAITING)
+        if sequence.phase is Phase.RUNNING:
             self._release(sequence)
         sequence.phase = Phase.FINISHED
         self.length.forget(sequence)

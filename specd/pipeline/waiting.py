@@ -6,7 +6,9 @@
 Keys share by a virtual token counter (Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024): tokens
 served divided by the key's weight, a prompt's counted when it is taken and the output's when they are made. It is
 deficit round robin with a turn of one request, and no rounds to walk: while two keys wait, what they were served for
-their weight differs by at most one request of either. A key that comes back begins level with those that wait.
+their weight differs by at most one request of either. A key that comes back begins level with those that wait, or where
+it was when that is more. The level never falls: a key below it that has nothing going on is as good as a new one, and
+is forgotten.
 
 Within a key the rank is the time of arrival plus `ageing_s` for each level of priority. So a request overtakes what
 came at most that long before it, ages by itself, and nothing starves. Equal priorities are first come, first served,
@@ -45,6 +47,7 @@ class _Tenant:
     served: float = 0.0  # tokens / weight
     groups: list[_Group] = dataclasses.field(default_factory=list)  # by rank
     num_tokens: int = 0  # of the prompts in `groups`
+    num_live: int = 0  # sequences that wait or run
 
 
 class WaitingQueue:
@@ -81,11 +84,12 @@ class WaitingQueue:
         """A new sequence; the choices of one request are added one after another."""
         request = sequence.request
         self._len += 1
+        tenant = self._tenant(request.tenant)
+        tenant.num_live += 1
         group = self._groups.get(request.request_id)
         if group is not None:
             group.sequences.append(sequence)
             return
-        tenant = self._tenants.setdefault(request.tenant, _Tenant(len(self._tenants)))
         tenant.weight = request.weight
         if not tenant.groups:
             tenant.served = max(tenant.served, self._level())
@@ -110,9 +114,11 @@ class WaitingQueue:
             self._first.extend(group.sequences)
             self._forget(sequence, group)
 
-    def remove(self, sequence: Sequence) -> None:
-        """It was ended while it waited."""
-        self._drop(sequence)
+    def end(self, sequence: Sequence, *, waiting: bool) -> None:
+        """It is over. waiting: it did not run."""
+        if waiting:
+            self._drop(sequence)
+        self._tenants[sequence.request.tenant].num_live -= 1
 
     def charge(self, sequence: Sequence, num_tokens: int) -> None:
         """What a sequence of this key was given."""
@@ -128,6 +134,14 @@ class WaitingQueue:
         """How many keys wait, and by how many tokens per weight the most and the least served of them differ."""
         served = [tenant.served for tenant in self._tenants.values() if tenant.groups]
         return len(served), max(served, default=0.0) - min(served, default=0.0)
+
+    def _tenant(self, key: bytes) -> _Tenant:
+        """A key's account. A new one makes room: those whose accounts say nothing are closed."""
+        if key not in self._tenants:
+            level = self._level()
+            self._tenants = {k: t for k, t in self._tenants.items() if t.num_live or t.served > level}
+            self._tenants[key] = _Tenant(next(self._serials))
+        return self._tenants[key]
 
     def _level(self) -> float:
         """Where a key begins that did not wait: with the least served that do, else with the last that did."""

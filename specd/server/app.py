@@ -29,7 +29,6 @@ from specd.server.generation import (
     Handler,
     valid_request_id,
 )
-from specd.server.load_metrics import loop_lag
 from specd.server.metrics import ServerMetrics
 from specd.server.pages import MAX_HEADER_LINE_BYTES, MAX_HEADERS, Pages, not_ready
 from specd.server.protocol import EngineProtocol
@@ -64,7 +63,6 @@ def create_app(engine: EngineProtocol, config: Config, *, keys: ApiKeys | None =
     middlewares = [messages.middleware, guard.middleware]
     app = web.Application(client_max_size=config.server.max_body_bytes, middlewares=middlewares)
     app[METRICS_KEY] = metrics
-    app.cleanup_ctx.append(loop_lag(metrics.registry))
     app[RECONFIGURE_KEY] = (generation.reconfigure, pages.reconfigure)
     app.on_response_prepare.append(_add_headers)
     app.on_response_prepare.append(messages.on_prepare)

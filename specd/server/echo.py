@@ -1,9 +1,11 @@
-"""`echo` of completions: what stands before the generated text, and where each of its tokens begins. Pure."""
+"""`echo` of completions: what stands before the generated text, and where each of its tokens begins."""
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 from specd.text import Detokenizer, PaddedTokens, Tokenizer
 
@@ -14,6 +16,17 @@ class Echo:
 
     text: str
     offsets: tuple[int, ...]  # characters of `text` before each prompt token
+
+
+async def echoes_of(
+    given: str | Sequence[Any], prompts: Sequence[Sequence[int]], tokenizer: Tokenizer
+) -> tuple[Echo, ...]:
+    """One for each prompt. given: the request's `prompt`, prompts: its token ids.
+
+    Takes about 14 us a token: in a thread, prompt by prompt, so that it ends soon after a client has left.
+    """
+    texts = [given] if isinstance(given, str) else given if isinstance(given[0], str) else [None] * len(prompts)
+    return tuple([await asyncio.to_thread(echo_of, *one, tokenizer) for one in zip(texts, prompts, strict=True)])
 
 
 def echo_of(prompt: str | None, ids: Sequence[int], tokenizer: Tokenizer) -> Echo:

@@ -33,6 +33,7 @@ from specd.log import get_logger
 from specd.request import FinishReason, SequenceDelta
 from specd.server.chat import ChatTemplate
 from specd.server.checks import REQUEST_ID, out_of_range
+from specd.server.echo import echoes_of
 from specd.server.errors import describe, json_response
 from specd.server.fields import SPECULATION, Endpoint, report_names
 from specd.server.metrics import ServerMetrics
@@ -61,7 +62,8 @@ _ABORTED_BY: dict[type[Exception], str] = {
     ShutdownError: "drain",
     AdminAbortedError: "admin",
 }
-_INLINE_BYTES = 8192  # longer bodies are tokenised in a thread
+_INLINE_BYTES = 8192  # longer bodies are tokenised in a thread, longer answers are written in one
+_SCORE_BYTES = 100  # of an answer, about, for a token's log-probabilities
 _STREAM_HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
     "Cache-Control": "no-cache",
@@ -138,11 +140,26 @@ class Generation:
                 )
             record.call = call
             request[HEADERS_KEY] |= {"x-specd-seed": str(call.seed), "x-specd-drafter": self._engine.info.drafter}
-            if (grammar := call.requests[0].sampling.grammar) is not None:
-                await self._engine.prepare_grammar(grammar)
+            call = await self._prepare(call, values, record)
             return await self._answer(request, call, record, translation)
         finally:
             self._live.discard(name)
+
+    async def _prepare(self, call: GenerationCall, values: Mapping[str, Any], record: RequestRecord) -> GenerationCall:
+        """What may take long, and is done only for what would be accepted: the echo of prompts, then the grammar."""
+        echo, first = values.get("echo", False), call.requests[0]
+        if not echo and first.sampling.grammar is None:
+            return call
+        self._engine.admit(first.tenant, call.requests)
+        if echo:
+            prompts = [request.prompt_ids for request in call.requests]
+            call = dataclasses.replace(call, echoes=await echoes_of(values["prompt"], prompts, self._engine.tokenizer))
+        try:
+            await self._engine.prepare_grammar(first)
+        except QueueTimeoutError:
+            record.aborted_by = "deadline"
+            raise
+        return call
 
     async def read(
         self, request: web.Request, endpoint: Endpoint, translate: Translate = as_it_is
@@ -205,7 +222,8 @@ class Generation:
                     choices[choice].add(delta)
             _check_finished(choices)
         request[HEADERS_KEY]["x-specd-accept-length"] = f"{_accept_length(choices):.3f}"
-        body = json_response(translation.whole(writer, choices))
+        size = _SCORE_BYTES * sum(choice.num_scored for choice in choices)
+        body = await long_work(size, lambda: json_response(translation.whole(writer, choices)))
         record.bytes_sent = body.content_length or 0
         return body
 
@@ -272,7 +290,7 @@ class Generation:
 
 
 async def long_work(num_bytes: int, work: Callable[..., Work], *args: Any) -> Work:
-    """`work(*args)`; in a thread when the body it is about is long."""
+    """`work(*args)`; in a thread when the body or the answer it is about is long."""
     return work(*args) if num_bytes <= _INLINE_BYTES else await asyncio.to_thread(work, *args)
 
 

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
-from aiohttp import web
 from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from specd.server.protocol import EngineProtocol
 from specd.status import REFUSALS, Distribution, EngineStats
 
-_LAG_PERIOD_S = 0.25
 _LAG_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 
 
@@ -103,23 +100,7 @@ def _samples(distribution: Distribution) -> tuple[list[tuple[str, float]], float
     return list(zip(bounds, itertools.accumulate(distribution.counts), strict=True)), distribution.total
 
 
-def loop_lag(registry: CollectorRegistry) -> Callable[[web.Application], AsyncIterator[None]]:
-    """A cleanup context of the application that measures how late a timer of the event loop fires."""
-    histogram = Histogram(
-        "specd_loop_lag_seconds", "How late a timer of the event loop fired.", buckets=_LAG_S, registry=registry
-    )
-
-    async def measure() -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            due = loop.time() + _LAG_PERIOD_S
-            await asyncio.sleep(_LAG_PERIOD_S)
-            histogram.observe(max(loop.time() - due, 0.0))
-
-    async def context(app: web.Application) -> AsyncIterator[None]:
-        async with asyncio.TaskGroup() as group:
-            task = group.create_task(measure(), name="specd-loop-lag")
-            yield
-            task.cancel()
-
-    return context
+def loop_lag(registry: CollectorRegistry) -> Histogram:
+    """For whoever watches the event loop: delays in seconds."""
+    text = "How late a timer of the event loop fired."
+    return Histogram("specd_loop_lag_seconds", text, buckets=_LAG_S, registry=registry)

@@ -19,12 +19,19 @@ from aiohttp.typedefs import Handler
 
 from specd.errors import RequestError
 from specd.request import FinishReason, SequenceDelta
-from specd.server.checks import Check, anything, integer, invalid_type, out_of_range, stop_strings
+from specd.server.checks import Check, anything, integer, invalid_type, out_of_range, stop_strings, unsupported
 from specd.server.errors import json_response
 from specd.server.fields import Endpoint, FieldTable, read_table
 from specd.server.generation import REQUEST_ID_KEY, Generation
 from specd.server.responses import ChoiceText, ResponseWriter
-from specd.server.translation import Translation, field_table, named_event, shared_values, text_parts
+from specd.server.translation import (
+    MESSAGE_PREFIX,
+    Translation,
+    field_table,
+    named_event,
+    shared_values,
+    text_parts,
+)
 
 PATH = "/v1/messages"
 COUNT_PATH = "/v1/messages/count_tokens"
@@ -35,6 +42,7 @@ _KINDS = {
     413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error",
 }  # fmt: skip
 
+_TURN = ("continue_final_message", "add_generation_prompt")
 _PROMPT_FIELDS: dict[str, Check] = {
     "messages": anything({"type": "array", "minItems": 1}),
     "system": anything({"anyOf": [{"type": "string"}, {"type": "array"}]}),
@@ -43,6 +51,7 @@ _UNBUILT: dict[str, tuple[Any, ...]] = {
     "tools": (), "tool_choice": ({"type": "auto"}, {"type": "none"}), "thinking": ({"type": "disabled"},),
     "container": (), "mcp_servers": (), "context_management": (), "output_config": (), "output_format": (),
     "service_tier": ("auto", "standard_only"), "n": (1,), "stop": (), "max_completion_tokens": (),
+    **dict.fromkeys(_TURN, (True, False)),
 }  # fmt: skip
 FIELDS = field_table(
     {**_PROMPT_FIELDS, "max_tokens": integer(1), "stop_sequences": stop_strings},
@@ -104,6 +113,7 @@ def translate(body: dict[str, Any]) -> Translation:
     if "max_tokens" not in values:
         raise RequestError("'max_tokens' is required", code="missing_parameter", param="max_tokens")
     chat, unread = _prompt(values)
+    _check_turn(body, chat)
     chat |= {**shared_values(body), "max_tokens": body["max_tokens"], "stop": body.get("stop_sequences")}
     return Translation(
         body=chat, encoder=MessagesEncoder, whole=_whole, ignored=ignored + unread, params={"stop": "stop_sequences"}
@@ -114,6 +124,7 @@ def translate_count(body: dict[str, Any]) -> Translation:
     """The same prompt; nothing is generated."""
     values, ignored = read_table(body, COUNT_FIELDS)
     chat, unread = _prompt(values)
+    _check_turn(body, chat)
     chat["model"] = values.get("model")
     return Translation(body=chat, encoder=MessagesEncoder, whole=_whole, ignored=ignored + unread)
 
@@ -142,12 +153,19 @@ def _prompt(values: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]
     return {"messages": messages, "continue_final_message": begun, "add_generation_prompt": not begun}, tuple(ignored)
 
 
+def _check_turn(body: Mapping[str, Any], chat: Mapping[str, Any]) -> None:
+    """Who is next follows from the last message. Raises RequestError where the body wants it otherwise."""
+    for name in _TURN:
+        if body.get(name) not in (None, chat[name]):
+            raise unsupported(name, body[name])
+
+
 # ---------------------------------------------------------------- the answer
 
 
 def _message(writer: ResponseWriter, usage: dict[str, Any], *, text: str | None, **end: Any) -> dict[str, Any]:
     return {
-        "id": "msg_" + writer.call.response_id.removeprefix("chatcmpl-"),
+        "id": MESSAGE_PREFIX + writer.call.response_id.removeprefix("chatcmpl-"),
         "type": "message",
         "role": "assistant",
         "model": writer.call.model,

@@ -15,7 +15,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import generate_latest
 
 from specd.request import FinishReason, SequenceStats
-from specd.server.load_metrics import LoadCollector
+from specd.server.load_metrics import LoadCollector, loop_lag
 from specd.server.protocol import EngineProtocol
 from specd.status import EngineInfo, EngineState, EngineStats
 
@@ -122,6 +122,7 @@ class ServerMetrics:
             buckets=_TTFT_S,
             registry=self.registry,
         )
+        self.loop_lag = loop_lag(self.registry)
         self.registry.register(_EngineCollector(engine))
         self.registry.register(LoadCollector(engine, self._labels))
 

@@ -13,7 +13,7 @@ from specd.config import Config
 from specd.errors import RequestError
 from specd.request import Request, SamplingParams, SpeculationParams
 from specd.server.checks import out_of_range
-from specd.server.echo import Echo, echo_of
+from specd.server.echo import Echo
 from specd.server.fields import Endpoint, read_fields, report_names
 from specd.server.structured import grammar_of
 from specd.status import EngineInfo
@@ -155,6 +155,7 @@ def build_call(
 ) -> GenerationCall:
     """Engine requests of one body that `read_body` has checked. RequestError when it does not fit the context.
 
+    Without `echoes`, which take longer: see `echo.echoes_of`.
     exposed: whether others may see how large the answer's packets are (obfuscation is then on by default).
     request_id is the client's name for the call. `serial` is never repeated and makes the engine's names unique: a
     client may use a name again as soon as it has left, before the engine has ended what it left behind.
@@ -196,15 +197,8 @@ def build_call(
         tokens_as_ids=values.get("return_tokens_as_token_ids", False),
         timings=base.running_stats,
         obfuscated=options.get("include_obfuscation", exposed),
-        echoes=_echoes(values, prompts, tokenizer) if values.get("echo") else (),
         scores_only=caps[0] == 0,
     )
-
-
-def _echoes(values: Mapping[str, Any], prompts: list[tuple[int, ...]], tokenizer: Tokenizer) -> tuple[Echo, ...]:
-    given = values["prompt"]
-    texts = [given] if isinstance(given, str) else given if isinstance(given[0], str) else [None] * len(prompts)
-    return tuple(echo_of(text, ids, tokenizer) for text, ids in zip(texts, prompts, strict=True))
 
 
 def _check_choices(count: int, config: Config) -> None:

@@ -44,7 +44,7 @@ def not_ready(state: EngineState) -> web.Response:
 
 
 class Pages:
-    """Handlers of every route but the two of generation."""
+    """Handlers of every route but those of generation."""
 
     def __init__(self, engine: EngineProtocol, config: Config, metrics: ServerMetrics, generation: Generation) -> None:
         self._engine = engine

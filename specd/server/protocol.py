@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from typing import Any, Protocol
 
-from specd.request import Grammar, Request, SequenceDelta
+from specd.request import Request, SequenceDelta
 from specd.status import EngineInfo, EngineState, EngineStats, RequestStatus
 from specd.text import Tokenizer
 
@@ -27,15 +27,17 @@ class EngineProtocol(Protocol):
         """
         ...
 
-    async def prepare_grammar(self, grammar: Grammar) -> None:
-        """Compiles what a request to be submitted next has in `SamplingParams.grammar`.
+    async def prepare_grammar(self, request: Request) -> None:
+        """Compiles what a request to be submitted next has in `SamplingParams.grammar`, if it has anything there.
 
-        Raises RequestError for one that cannot be used or is too complex, QueueFullError when too many are compiled.
+        Raises RequestError for one that cannot be used or is too complex, OverloadedError when too many are compiled,
+        QueueTimeoutError when the request's time is over, DrainingError.
         """
         ...
 
     def admit(self, tenant: bytes, requests: Sequence[Request] = ()) -> None:
-        """Raises QueueFullError or RateLimitError unless all of them (none given: one more) would be accepted now."""
+        """Raises unless all of them (none given: one more) would be accepted now: QueueFullError, RateLimitError, or
+        RequestError when they never would."""
         ...
 
     def abort(self, request_id: str) -> bool:

@@ -47,6 +47,11 @@ class ChoiceText:
         self.running_stats: SequenceStats | None = None
         self.prompt_logprobs: tuple[TokenLogprob, ...] | None = None
 
+    @property
+    def num_scored(self) -> int:
+        """Tokens with log-probabilities that were not taken yet, the prompt's among them."""
+        return len(self._logprobs) + len(self.prompt_logprobs or ())
+
     def add(self, delta: SequenceDelta) -> None:
         if delta.prompt_logprobs is not None:
             self.prompt_logprobs = delta.prompt_logprobs

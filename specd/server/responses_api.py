@@ -18,25 +18,48 @@ from aiohttp import web
 from specd.errors import RequestError
 from specd.request import FinishReason, SequenceDelta
 from specd.server.checks import (
+    MAX_SHOWN,
     anything,
     boolean,
+    documented,
     integer,
     invalid_type,
     out_of_range,
     stop_strings,
     string,
+    sub_object,
     unsupported,
 )
 from specd.server.fields import asks_nothing, read_table
 from specd.server.generation import Generation
 from specd.server.responses import ChoiceText, ResponseWriter
 from specd.server.sse import KEEP_ALIVE
-from specd.server.translation import Translation, field_table, named_event, shared_values, text_parts
+from specd.server.translation import (
+    MESSAGE_PREFIX,
+    RESPONSE_PREFIX,
+    Translation,
+    field_table,
+    named_event,
+    shared_values,
+    text_parts,
+)
 
 PATH = "/v1/responses"
 _ROLES = ("user", "assistant", "system", "developer")
 _TEXT_KINDS = ("input_text", "output_text", "text")
 _ITEM_NAMES = frozenset({"type", "role", "content", "id", "status", "phase"})
+_MAX_METADATA = 16
+
+
+@documented({"type": "object", "maxProperties": _MAX_METADATA, "additionalProperties": {"type": "string"}})
+def metadata(value: Any, param: str) -> dict[str, str]:
+    """A flat map of at most 16 strings: it is repeated in the answer."""
+    if not isinstance(value, dict):
+        raise invalid_type(param, "an object of strings", value)
+    if len(value) > _MAX_METADATA:
+        raise out_of_range(param, f"an object of at most {_MAX_METADATA} entries", value)
+    return {name: string(item, f"{param}.{name[:MAX_SHOWN]}") for name, item in value.items()}
+
 
 FIELDS = field_table(
     {
@@ -44,15 +67,21 @@ FIELDS = field_table(
         "instructions": string,
         "max_output_tokens": integer(1),
         "stop": stop_strings,
-        "stream": boolean,
+        "stream_options": sub_object({"include_obfuscation": boolean}),
+        # What changes nothing and is repeated in the answer.
+        "metadata": metadata,
+        "parallel_tool_calls": boolean,
+        "prompt_cache_key": string,
+        "safety_identifier": string,
+        "user": string,
     },
     inert=(),
     unbuilt={
         "store": (False,), "background": (False,), "previous_response_id": (), "conversation": (), "prompt": (),
         "tools": (), "tool_choice": ("none", "auto"), "max_tool_calls": (), "include": (), "truncation": ("disabled",),
         "text": ({"format": {"type": "text"}},), "reasoning": ({"effort": None, "summary": None},),
-        "top_logprobs": (0,), "n": (1,), "stream_options": ({"include_obfuscation": False},), "service_tier": ("auto",),
-        "context_management": (), "messages": (), "max_tokens": (), "max_completion_tokens": (),
+        "top_logprobs": (0,), "n": (1,), "service_tier": ("auto",), "context_management": (),
+        "messages": (), "max_tokens": (), "max_completion_tokens": (),
     },
 )  # fmt: skip
 
@@ -75,7 +104,8 @@ def translate(body: dict[str, Any]) -> Translation:
     messages, unread = _messages(values["input"])
     if "instructions" in values:
         messages.insert(0, {"role": "system", "content": values["instructions"]})
-    chat = {**shared_values(body), "messages": messages, "stop": body.get("stop")}
+    chat = {**shared_values(body), "messages": messages}
+    chat |= {name: body.get(name) for name in ("stop", "stream_options")}
     chat["max_completion_tokens"] = body.get("max_output_tokens")
     return Translation(
         body=chat,
@@ -118,7 +148,7 @@ class _Shapes:
 
     def __init__(self, writer: ResponseWriter, body: Mapping[str, Any]) -> None:
         name = writer.call.response_id.removeprefix("chatcmpl-")
-        self.id, self.item_id = f"resp_{name}", f"msg_{name}"
+        self.id, self.item_id = RESPONSE_PREFIX + name, MESSAGE_PREFIX + name
         self._writer = writer
         self._body = body
 

@@ -27,6 +27,8 @@ SHARED = (
     "include_stop_str_in_output", "skip_special_tokens", "stream", "speculation", "prediction", "priority",
     "request_id", "chat_template_kwargs",
 )  # fmt: skip
+RESPONSE_PREFIX, MESSAGE_PREFIX = "resp_", "msg_"  # of an answer's `id`, instead of chat's
+_DEFAULT_TRUE = {"add_generation_prompt": (True,)}  # chat's own fields that ask for something when they are false
 _BUCKET_BYTES = 64
 
 
@@ -89,8 +91,8 @@ def field_table(
     """
     chat = ENDPOINT_FIELDS[Endpoint.CHAT]
     own = {**{name: chat.honoured[name] for name in SHARED}, **honoured}
-    refused = {**dict.fromkeys(chat.honoured, ()), **chat.unbuilt, **unbuilt}
-    harmless = frozenset(inert) | (chat.inert - set(unbuilt))
+    refused = {**dict.fromkeys(chat.honoured, ()), **_DEFAULT_TRUE, **chat.unbuilt, **unbuilt}
+    harmless = frozenset(inert) | (chat.inert - set(unbuilt) - set(own))
     return FieldTable(own, harmless, {k: v for k, v in refused.items() if k not in own and k not in harmless})
 
 

@@ -5,9 +5,13 @@ Every reply is {"ok": true, "result": ...} or {"ok": false, "error": {"code", "m
 
 from __future__ import annotations
 
+import asyncio
+import collections
+import contextlib
 import dataclasses
+import json
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Any
 
 import orjson
@@ -23,9 +27,16 @@ from specd.server.admin.peers import Level, Peer, peer_of
 from specd.server.openai import parse_json
 
 _MAX_BODY_BYTES = 1 << 20
-_MAX_CALLS = 32  # at a time
-_MAX_LOGGED = 512  # characters of arguments and results in the log
-_STATUS = {"forbidden": 403, "not_found": 404, "conflict": 409, "generation_mismatch": 412, "busy": 503}
+_MAX_CALLS = 32  # at a time, of the callers of one level
+_MAX_STREAMS = 16  # the same for /v1/events, beside the calls
+_BODY_DEADLINE_S = 10.0
+_MAX_LOGGED = 512  # characters of arguments in the log
+_LOGGED_DEPTH = 4  # no command takes deeper ones
+_STATUS = {
+    "forbidden": 403, "not_found": 404, "request_timeout": 408, "conflict": 409, "generation_mismatch": 412,
+    "busy": 503,
+}  # fmt: skip
+_PEER_KEY: web.RequestKey[Peer | None] = web.RequestKey("peer", Peer)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 log = get_logger("admin")
@@ -51,11 +62,11 @@ class _Desk:
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._num_calls = 0
+        self._taken: collections.Counter[tuple[Level, bool]] = collections.Counter()  # (level, whether for events)
 
     def handler(self, command: Command) -> Handler:
         async def handle(request: web.Request) -> web.StreamResponse:
-            peer = peer_of(request)
+            peer = request[_PEER_KEY]
             arguments: dict[str, Any] = {}
             outcome = "failed"
             try:
@@ -80,11 +91,9 @@ class _Desk:
     def middleware(self) -> Any:
         @web.middleware
         async def errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-            self._num_calls += 1
             try:
-                if self._num_calls > _MAX_CALLS:
-                    raise RequestError(f"{_MAX_CALLS} calls are being answered; try again", code="busy")
-                response = await handler(request)
+                with self._place(request):
+                    response = await handler(request)
             except web.HTTPException as error:
                 response = _refusal("not_found" if error.status == 404 else "http_error", error.reason, error.status)
             except (RequestError, ConfigError) as error:
@@ -97,13 +106,27 @@ class _Desk:
             except Exception as error:  # whatever it is: the caller gets an answer, the log the traceback
                 log.error("admin_failed", path=request.path, exc_info=error)
                 response = _refusal("internal_error", "the daemon failed; its log says how", 500)
-            finally:
-                self._num_calls -= 1
             if not response.prepared:
                 response.headers["ETag"] = f'"{self._console.generation}"'
             return response
 
         return errors
+
+    @contextlib.contextmanager
+    def _place(self, request: web.Request) -> Iterator[None]:
+        """One of the caller's level, so that nobody keeps out those who may do more. Raises RequestError."""
+        peer = request[_PEER_KEY] = peer_of(request)
+        streams = request.match_info.handler == self.events
+        kind = (self._console.levels.of(peer), streams)
+        most = _MAX_STREAMS if streams else _MAX_CALLS
+        if self._taken[kind] >= most:
+            what = "event streams are open" if streams else "calls are being answered"
+            raise RequestError(f"{most} {what}; try again", code="busy")
+        self._taken[kind] += 1
+        try:
+            yield
+        finally:
+            self._taken[kind] -= 1
 
     def _check_level(self, peer: Peer | None, needed: Level) -> None:
         if self._console.levels.of(peer) < needed:
@@ -157,7 +180,11 @@ class _Desk:
 
 async def _arguments(request: web.Request) -> dict[str, Any]:
     """Of the query, the body and the path, in one; each name once. Raises RequestError."""
-    raw = await request.read()
+    try:
+        async with asyncio.timeout(_BODY_DEADLINE_S):
+            raw = await request.read()
+    except TimeoutError as error:
+        raise RequestError(f"the body took longer than {_BODY_DEADLINE_S:g} s", code="request_timeout") from error
     found: dict[str, Any] = {}
     for source in (request.query, parse_json(raw) if raw else {}, request.match_info):
         for name, value in source.items():
@@ -169,8 +196,17 @@ async def _arguments(request: web.Request) -> dict[str, Any]:
 
 def _log(command: Command, peer: Peer | None, arguments: Mapping[str, Any], outcome: str) -> None:
     who = None if peer is None else {k: v for k, v in dataclasses.asdict(peer).items() if k != "groups"}
-    shown = orjson.dumps(arguments, default=repr).decode(errors="replace")[:_MAX_LOGGED]
+    shown = json.dumps(_cut(arguments, _LOGGED_DEPTH), separators=(",", ":"))[:_MAX_LOGGED]
     log.warning("admin_called", command=command.name, peer=who, arguments=shown, result=outcome)
+
+
+def _cut(value: object, depth: int) -> object:
+    """A value without what is nested deeper: callers choose the nesting, and encoders have a limit."""
+    if isinstance(value, Mapping):
+        return {name: _cut(item, depth - 1) for name, item in value.items()} if depth else "..."
+    if isinstance(value, list):
+        return [_cut(item, depth - 1) for item in value] if depth else "..."
+    return value
 
 
 def _reply(result: object) -> web.Response:

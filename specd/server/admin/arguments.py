@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import reprlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -68,4 +69,5 @@ class Arguments:
 
 
 def _wrong(name: str, value: object, kind: str) -> RequestError:
-    return RequestError(f"{name} = {repr(value)[:64]}: must be {kind}", code="invalid_type", param=name)
+    """The value is clipped in depth as in length: a caller may nest it deeper than `repr` goes."""
+    return RequestError(f"{name} = {reprlib.repr(value)}: must be {kind}", code="invalid_type", param=name)

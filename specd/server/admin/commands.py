@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import reprlib
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -96,7 +97,7 @@ async def drain(console: Console, arguments: Arguments) -> Any:
     mode = arguments.choice("mode", "finish", "deadline") or "finish"
     wait = arguments.flag("wait", True)
     arguments.end()
-    _refuse_while_stopping(console)
+    console.check_not_stopping()
     if timeout_s is None:
         timeout_s = console.reloader.config.server.drain_timeout_s
     before = console.engine.stats()
@@ -114,14 +115,9 @@ async def drain(console: Console, arguments: Arguments) -> Any:
 
 async def resume(console: Console, arguments: Arguments) -> Any:
     arguments.end()
-    _refuse_while_stopping(console)
+    console.check_not_stopping()
     await console.resume()
     return {"state": console.state}
-
-
-def _refuse_while_stopping(console: Console) -> None:
-    if console.daemon.stopping():
-        raise RequestError("the daemon is stopping", code="conflict")
 
 
 async def pause(console: Console, arguments: Arguments) -> Any:
@@ -141,7 +137,7 @@ async def unpause(console: Console, arguments: Arguments) -> Any:
 async def reload(console: Console, arguments: Arguments) -> Any:
     dry_run = arguments.flag("dry_run", False)
     arguments.end()
-    _refuse_while_stopping(console)
+    console.check_not_stopping()
     report = console.daemon.reload(dry_run)
 
     def shown(changes: Any) -> dict[str, Any]:
@@ -151,30 +147,42 @@ async def reload(console: Console, arguments: Arguments) -> Any:
 
 
 async def speculation(console: Console, arguments: Arguments) -> Any:
-    """mode off, or a length; nothing at all: as configured."""
+    """mode off, or a length; neither: as configured, which has no ttl, and which mode auto wants to draft."""
     mode = arguments.choice("mode", "auto", "off")
     k = arguments.take("k")
     ttl_s = arguments.seconds("ttl", low=0.001)
     arguments.end()
     if k is not None and k != "adaptive" and type(k) is not int:
-        raise RequestError(f'k = {k!r}: must be a whole number or "adaptive"', code="invalid_type", param="k")
+        text = f'k = {reprlib.repr(k)}: must be a whole number or "adaptive"'
+        raise RequestError(text, code="invalid_type", param="k")
     if mode == "off":
         if k:
             raise RequestError(f"k = {k!r} contradicts mode off", code="invalid_value", param="k")
         k = 0
     elif mode == "auto" and k == 0:
         raise RequestError("k = 0 contradicts mode auto", code="invalid_value", param="k")
+    elif mode == "auto" and k is None and console.engine.draft_length.configured == 0:
+        text = "mode = auto: no drafts are configured (speculation.draft, speculation.draft_len); give k"
+        raise RequestError(text, code="invalid_value", param="mode")
+    _check_ttl(ttl_s, k, "k, or mode off")
     console.draft_length.set(k, ttl_s)
     return views.speculation(console)
 
 
 async def loglevel(console: Console, arguments: Arguments) -> Any:
-    """No level: as configured."""
+    """No level: as configured, which has no ttl."""
     level = arguments.choice("level", *_LEVELS)
     ttl_s = arguments.seconds("ttl", low=0.001)
     arguments.end()
+    _check_ttl(ttl_s, level, "level")
     console.log_level.set(level, ttl_s)
     return views.log_level(console)
+
+
+def _check_ttl(ttl_s: float | None, value: object, needed: str) -> None:
+    if ttl_s is not None and value is None:
+        text = f"ttl = {ttl_s:g}: give {needed}; what is configured lasts"
+        raise RequestError(text, code="missing_parameter", param="ttl")
 
 
 async def kv(console: Console, arguments: Arguments) -> Any:

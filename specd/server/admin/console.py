@@ -16,6 +16,7 @@ from specd.server.admin.override import Override
 from specd.server.admin.peers import Levels
 from specd.server.admin.protocol import AdminEngine
 from specd.server.openai import PREFIXES
+from specd.server.translation import MESSAGE_PREFIX, RESPONSE_PREFIX
 from specd.status import EngineState, EngineStats
 
 _CUT_OFF_S = 10.0  # for what was aborted at the end of a drain to end
@@ -81,20 +82,27 @@ class Console:
         if self.state != "ready":
             raise RequestError(f"{what}: the daemon is {self.state}", code="conflict")
 
+    def check_not_stopping(self) -> None:
+        """Raises RequestError."""
+        if self.daemon.stopping():
+            raise RequestError("the daemon is stopping", code="conflict")
+
     # ---------------------------------------------------------------- drain
 
     async def drain(self, timeout_s: float, *, abort_rest: bool, wait: bool) -> bool:
         """True when everything accepted has ended; False when time ran out, `resume` came, or nobody waits for it.
 
-        Another drain that is going on ends: the new one's timeout counts.
+        Another drain that is going on ends: the new one's timeout counts. Raises RequestError while the daemon stops.
         """
         await self._stop_drain()
-        self._drain = asyncio.create_task(self._drained(timeout_s, abort_rest=abort_rest), name="specd-admin-drain")
+        self.check_not_stopping()  # since a signal may have come meanwhile
+        drained = self._drained(timeout_s, abort_rest=abort_rest)
+        drain = self._drain = asyncio.create_task(drained, name="specd-admin-drain")
         if not wait:
             await asyncio.sleep(0)  # it has begun: nothing is accepted any more
             return False
-        await asyncio.wait((self._drain,))
-        return not self._drain.cancelled() and self._drain.result()
+        await asyncio.wait((drain,))
+        return not drain.cancelled() and drain.result()
 
     async def _drained(self, timeout_s: float, *, abort_rest: bool) -> bool:
         if await self.engine.drain(timeout_s):
@@ -105,12 +113,15 @@ class Console:
         return await self.engine.drain(_CUT_OFF_S)
 
     async def resume(self) -> None:
+        """Raises RequestError while the daemon stops."""
         await self._stop_drain()
+        self.check_not_stopping()  # since a signal may have come meanwhile
         self.engine.resume()
         self.engine.unpause()
 
     async def _stop_drain(self) -> None:
-        if self._drain is not None:
+        """Also one that another caller begins meanwhile."""
+        while self._drain is not None and not self._drain.done():
             self._drain.cancel()
             await asyncio.wait((self._drain,))
 
@@ -128,6 +139,9 @@ class Console:
 
     def find(self, name: str) -> list[str]:
         """Live requests of that name: the engine's own, the response's `id`, or the client's `x-request-id`."""
+        return self._named(name) or self._named(name.removeprefix(RESPONSE_PREFIX).removeprefix(MESSAGE_PREFIX))
+
+    def _named(self, name: str) -> list[str]:
         names = {name, *(prefix + name for prefix in PREFIXES.values())}
         return [found for found in self.live_ids() if found == name or found.partition("#")[0] in names]
 
