@@ -6,9 +6,10 @@ output text never goes into a field.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
-from typing import Any, Literal, TextIO, cast
+from typing import Any, BinaryIO, Literal, TextIO, cast
 
 import orjson
 import structlog
@@ -16,6 +17,22 @@ from structlog.typing import FilteringBoundLogger, Processor
 
 # systemd's priority prefixes (sd-daemon(3)), so that `journalctl -p warning` works.
 _PRIORITIES = {"debug": b"<7>", "info": b"<6>", "warning": b"<4>", "error": b"<3>", "critical": b"<2>"}
+
+
+class _Unfailing:
+    """A stream that may be closed, or broken at its other end: a line that reaches nobody must not cost a request."""
+
+    def __init__(self, stream: TextIO | BinaryIO) -> None:
+        self._stream: Any = stream
+
+    def write(self, data: str | bytes) -> int:
+        with contextlib.suppress(OSError, ValueError):
+            self._stream.write(data)
+        return len(data)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            self._stream.flush()
 
 
 def configure(level: str = "info", format: Literal["auto", "json", "console"] = "auto") -> None:
@@ -33,10 +50,10 @@ def configure(level: str = "info", format: Literal["auto", "json", "console"] = 
         processors.append(
             structlog.dev.ConsoleRenderer(colors=stream.isatty(), timestamp_key="ts", exception_formatter=plain)
         )
-        factory: Any = structlog.PrintLoggerFactory(stream)
+        factory: Any = structlog.PrintLoggerFactory(cast("TextIO", _Unfailing(stream)))
     else:
         processors += [structlog.processors.format_exc_info, _render_journal if _in_journal(stream) else _render]
-        factory = structlog.BytesLoggerFactory(stream.buffer)
+        factory = structlog.BytesLoggerFactory(cast("BinaryIO", _Unfailing(stream.buffer)))
     structlog.configure(
         processors=processors,
         wrapper_class=structlog.make_filtering_bound_logger(level),

@@ -101,3 +101,12 @@ def test_the_journal_gets_priorities(monkeypatch: pytest.MonkeyPatch) -> None:
     with os.fdopen(read, "rb") as reader:
         assert reader.read().startswith(b'<4>{"ts"')
     configured(monkeypatch, "info").close()  # a stream without a descriptor is not the journal
+
+
+@pytest.mark.parametrize("format", ["json", "console"])
+def test_a_log_that_cannot_be_written_costs_nothing(monkeypatch: pytest.MonkeyPatch, format: str) -> None:
+    stream = configured(monkeypatch, "info", format=format)
+    log.get_logger("test").info("something_happened")
+    assert "something_happened" in stream.text
+    stream.close()
+    log.get_logger("test").error("nobody_was_told")
