@@ -82,24 +82,7 @@ class ServerMetrics:
         self._output = self._histogram(
             "vllm:request_generation_tokens", "Tokens that a finished choice generated.", _TOKENS
         )
-        self.responses = Counter(
-            "specd_http_responses",
-            "HTTP responses, by endpoint and status (499: the client left before there was one).",
-            ["endpoint", "status"],
-            registry=self.registry,
-        )
-        self.ignored_fields = self._counter(
-            "specd_ignored_fields", "Fields in requests that specd does not know and passed over."
-        )
-        self.slow_client_aborts = self._counter(
-            "specd_slow_client_aborts", "Streams that were ended because their client did not read."
-        )
-        self.coalesced = self._counter(
-            "specd_stream_joined_deltas", "Deltas that were sent together because their client read slowly."
-        )
-        self.client_disconnects = self._counter(
-            "specd_client_disconnects", "Requests whose client closed the connection before the end."
-        )
+        self._add_counters()
         self._prefill = self._histogram(
             "vllm:request_prefill_time_seconds", "Time from a choice's first schedule to its first token.", _TTFT_S
         )
@@ -125,6 +108,26 @@ class ServerMetrics:
         self.loop_lag = loop_lag(self.registry)
         self.registry.register(_EngineCollector(engine))
         self.registry.register(LoadCollector(engine, self._labels))
+
+    def _add_counters(self) -> None:
+        self.responses = Counter(
+            "specd_http_responses",
+            "HTTP responses, by endpoint and status (499: the client left before there was one).",
+            ["endpoint", "status"],
+            registry=self.registry,
+        )
+        self.ignored_fields = self._counter(
+            "specd_ignored_fields", "Fields in requests that specd does not know and passed over."
+        )
+        self.slow_client_aborts = self._counter(
+            "specd_slow_client_aborts", "Streams that were ended because their client did not read."
+        )
+        self.coalesced = self._counter(
+            "specd_stream_joined_deltas", "Deltas that were sent together because their client read slowly."
+        )
+        self.client_disconnects = self._counter(
+            "specd_client_disconnects", "Requests whose client closed the connection before the end."
+        )
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         family = Histogram(name, text, [*self._labels], buckets=buckets, registry=self.registry)

@@ -181,7 +181,6 @@ def build_call(
         running_stats=values.get("timings_per_token", False),
     )
     caps = [_max_tokens(values, len(prompt), endpoint, config, info) for prompt in prompts]
-    options = values.get("stream_options", {})
     return GenerationCall(
         endpoint=endpoint,
         response_id=response_id,
@@ -189,16 +188,24 @@ def build_call(
         created=created,
         requests=_requests(base, prompts, caps, serial),
         n=n,
-        stream=values.get("stream", False),
-        include_usage=options.get("include_usage", False),
-        continuous_usage=options.get("continuous_usage_stats", False),
         logprobs=sampling.logprobs,
-        return_token_ids=values.get("return_token_ids", False),
-        tokens_as_ids=values.get("return_tokens_as_token_ids", False),
         timings=base.running_stats,
-        obfuscated=options.get("include_obfuscation", exposed),
         scores_only=caps[0] == 0,
+        **_writing(values, exposed=exposed),
     )
+
+
+def _writing(values: Mapping[str, Any], *, exposed: bool) -> dict[str, Any]:
+    """How the answer is written: fields of the call."""
+    options = values.get("stream_options", {})
+    return {
+        "stream": values.get("stream", False),
+        "include_usage": options.get("include_usage", False),
+        "continuous_usage": options.get("continuous_usage_stats", False),
+        "return_token_ids": values.get("return_token_ids", False),
+        "tokens_as_ids": values.get("return_tokens_as_token_ids", False),
+        "obfuscated": options.get("include_obfuscation", exposed),
+    }
 
 
 def _check_choices(count: int, config: Config) -> None:
