@@ -12,7 +12,8 @@ from pathlib import Path
 import torch
 
 from specd.attention.torch_attention import TorchAttention
-from specd.config import Config, memory_bytes
+from specd.config import Config
+from specd.config_options import memory_bytes
 from specd.device import Device, cpu_device, usable_cores
 from specd.drafters.base import Drafter
 from specd.drafters.registry import (

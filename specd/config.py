@@ -8,106 +8,35 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import re
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from specd.errors import ConfigError
-
-_UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
-_UNITS |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B|B|%|)")
+from specd.config_options import (
+    check_draft_len,
+    check_host,
+    check_memory,
+    check_names,
+    check_origins,
+    check_path,
+    option,
+)
 
 LOSSY_ACCEPTANCE = frozenset({"literal", "threshold", "typical"})  # rules that change what the model would say
-
-
-def option(
-    default: Any,
-    doc: str,
-    *,
-    unit: str = "",
-    low: float | None = None,
-    high: float | None = None,
-    reloadable: bool = False,
-    flag: str = "",
-    check: Callable[[Any], object] | None = None,
-) -> Any:
-    """A dataclass field with its metadata. low and high are inclusive; check raises ConfigError on a bad value."""
-    metadata = {
-        "default": default,
-        "doc": doc,
-        "unit": unit,
-        "range": (low, high),
-        "reloadable": reloadable,
-        "flag": flag,
-        "check": check,
-    }
-    return dataclasses.field(default=default, metadata=metadata)
-
-
-def memory_bytes(value: int | str, *, ram_bytes: int) -> int | None:
-    """`kv.memory` in bytes: an int is bytes, "4GiB" and "500MB" are sizes, "25%" is a share of ram_bytes.
-
-    "auto" gives None: what `max_running` sequences of `max_len` need, at most a quarter of RAM. Raises ConfigError.
-    """
-    if value == "auto":
-        return None
-    match = _SIZE.fullmatch(str(value).strip())
-    if match is None:
-        raise ConfigError(f'{value!r} is not a size; write "auto", bytes, "4GiB" or "25%"')
-    number, unit = float(match[1]), match[2]
-    if unit == "%" and not 0 < number <= 90:
-        raise ConfigError(f"{value!r} is not a usable share of RAM; allowed are more than 0% and at most 90%")
-    size = int(ram_bytes * number / 100) if unit == "%" else int(number * _UNITS[unit])
-    if size <= 0:
-        raise ConfigError(f"{value!r} is no memory at all; it must be more than 0")
-    return size
-
-
-def _check_memory(value: int | str) -> None:
-    memory_bytes(value, ram_bytes=1 << 40)
-
-
-def _check_draft_len(value: int | str) -> None:
-    if isinstance(value, str) and value != "adaptive":
-        raise ConfigError(f'{value!r} is not "adaptive" and not a whole number')
-
-
-def _check_host(value: str) -> None:
-    if not value.strip():
-        raise ConfigError("an empty address; give 127.0.0.1, or 0.0.0.0 for every address of this machine")
-
-
-def _check_path(value: str) -> None:
-    if not value:
-        raise ConfigError("an empty name; give an alias, a folder, a .gguf file or a hub id")
-
-
-def _check_names(value: tuple[str, ...]) -> None:
-    for name in value:
-        if not name.strip():
-            raise ConfigError("holds an empty name")
-
-
-def _check_origins(value: tuple[str, ...]) -> None:
-    for origin in value:
-        if origin != "*" and re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s]+", origin) is None:
-            raise ConfigError(f"{origin!r} is not an origin; write scheme://host[:port] without a path, or *")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ServerConfig:
     """The HTTP listener and its limits."""
 
-    host: str = option("127.0.0.1", "Address to listen on.", flag="--host", check=_check_host)
+    host: str = option("127.0.0.1", "Address to listen on.", flag="--host", check=check_host)
     port: int = option(8000, "Port to listen on; 0 lets the system choose.", low=0, high=65535, flag="--port")
     served_names: tuple[str, ...] = option(
         (),
         "Model names that clients may ask for, the canonical one first; empty: the model's own.",
         flag="--served-name",
-        check=_check_names,
+        check=check_names,
     )
     api_keys_file: str = option(
         "",
@@ -134,7 +63,7 @@ class ServerConfig:
     cors_origins: tuple[str, ...] = option(
         (),
         'Origins whose pages may call the API from a browser, such as "https://chat.example.org", or "*"; empty: none.',
-        check=_check_origins,
+        check=check_origins,
     )
     slow_client_timeout_s: float = option(
         30.0,
@@ -150,9 +79,7 @@ class ServerConfig:
 class ModelConfig:
     """The target model."""
 
-    path: str = option(
-        "smollm2-135m", "Alias, Hugging Face folder, .gguf file or hub id (org/name).", check=_check_path
-    )
+    path: str = option("smollm2-135m", "Alias, Hugging Face folder, .gguf file or hub id (org/name).", check=check_path)
     revision: str = option("", "Branch, tag or commit of a hub id; empty: its main branch.", flag="--revision")
     offline: bool = option(False, "Never download anything; use what is in the cache.", flag="--offline")
     max_len: int = option(
@@ -197,7 +124,7 @@ class SpeculationConfig:
         unit="tokens",
         low=0,
         high=64,
-        check=_check_draft_len,
+        check=check_draft_len,
     )
     max_draft: int = option(8, "Most drafts in one step.", unit="tokens", low=1, high=64, flag="--max-draft")
     acceptance: Literal["exact", "ratio", "literal", "threshold", "typical"] = option(
@@ -329,7 +256,7 @@ class KVConfig:
         "at most 25% of RAM.",
         unit="bytes",
         low=1,
-        check=_check_memory,
+        check=check_memory,
     )
     page_size: int = option(16, "Tokens in a page.", unit="tokens", low=1, high=256)
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(

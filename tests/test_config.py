@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from specd.config import Config, admin_socket_path, memory_bytes
+from specd.config import Config, admin_socket_path
 from specd.config_loader import load_config, options, parse_value, reference_toml
+from specd.config_options import memory_bytes
 from specd.errors import ConfigError
 
 ROOT = Path(__file__).parents[1]

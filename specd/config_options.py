@@ -1,0 +1,88 @@
+"""How a setting is declared (`option`), and the checks of those whose range is no pair of numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable
+from typing import Any
+
+from specd.errors import ConfigError
+
+_UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+_UNITS |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B|B|%|)")
+
+
+def option(
+    default: Any,
+    doc: str,
+    *,
+    unit: str = "",
+    low: float | None = None,
+    high: float | None = None,
+    reloadable: bool = False,
+    flag: str = "",
+    check: Callable[[Any], object] | None = None,
+) -> Any:
+    """A dataclass field with its metadata. low and high are inclusive; check raises ConfigError on a bad value."""
+    metadata = {
+        "default": default,
+        "doc": doc,
+        "unit": unit,
+        "range": (low, high),
+        "reloadable": reloadable,
+        "flag": flag,
+        "check": check,
+    }
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def memory_bytes(value: int | str, *, ram_bytes: int) -> int | None:
+    """`kv.memory` in bytes: an int is bytes, "4GiB" and "500MB" are sizes, "25%" is a share of ram_bytes.
+
+    "auto" gives None: what `max_running` sequences of `max_len` need, at most a quarter of RAM. Raises ConfigError.
+    """
+    if value == "auto":
+        return None
+    match = _SIZE.fullmatch(str(value).strip())
+    if match is None:
+        raise ConfigError(f'{value!r} is not a size; write "auto", bytes, "4GiB" or "25%"')
+    number, unit = float(match[1]), match[2]
+    if unit == "%" and not 0 < number <= 90:
+        raise ConfigError(f"{value!r} is not a usable share of RAM; allowed are more than 0% and at most 90%")
+    size = int(ram_bytes * number / 100) if unit == "%" else int(number * _UNITS[unit])
+    if size <= 0:
+        raise ConfigError(f"{value!r} is no memory at all; it must be more than 0")
+    return size
+
+
+def check_memory(value: int | str) -> None:
+    memory_bytes(value, ram_bytes=1 << 40)
+
+
+def check_draft_len(value: int | str) -> None:
+    if isinstance(value, str) and value != "adaptive":
+        raise ConfigError(f'{value!r} is not "adaptive" and not a whole number')
+
+
+def check_host(value: str) -> None:
+    if not value.strip():
+        raise ConfigError("an empty address; give 127.0.0.1, or 0.0.0.0 for every address of this machine")
+
+
+def check_path(value: str) -> None:
+    if not value:
+        raise ConfigError("an empty name; give an alias, a folder, a .gguf file or a hub id")
+
+
+def check_names(value: tuple[str, ...]) -> None:
+    for name in value:
+        if not name.strip():
+            raise ConfigError("holds an empty name")
+
+
+def check_origins(value: tuple[str, ...]) -> None:
+    for origin in value:
+        if origin != "*" and re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s]+", origin) is None:
+            raise ConfigError(f"{origin!r} is not an origin; write scheme://host[:port] without a path, or *")
