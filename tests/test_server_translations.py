@@ -146,7 +146,7 @@ def same_request(engine: FakeEngine) -> None:
         ({"background": True}, "unsupported_parameter", "background"),
         ({"conversation": "c"}, "unsupported_parameter", "conversation"),
         ({"truncation": "auto"}, "unsupported_parameter", "truncation"),
-        ({"text": {"format": {"type": "json_object"}}}, "unsupported_parameter", "text"),
+        ({"text": {"verbosity": "low"}}, "unsupported_parameter", "text.verbosity"),
         ({"n": 2}, "unsupported_parameter", "n"),
         ({"logprobs": True}, "unsupported_parameter", "logprobs"),
         ({"suffix": "x"}, "unsupported_parameter", "suffix"),

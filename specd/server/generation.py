@@ -64,7 +64,7 @@ _ABORTED_BY: dict[type[Exception], str] = {
 }
 _INLINE_BYTES = 8192  # longer bodies are tokenised in a thread, longer answers are written in one
 _SCORE_BYTES = 100  # of an answer, about, for a token's log-probabilities
-_STREAM_HEADERS = {
+STREAM_HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
     "Cache-Control": "no-cache",
     "X-Accel-Buffering": "no",
@@ -140,7 +140,8 @@ class Generation:
                 )
             record.call = call
             request[HEADERS_KEY] |= {"x-specd-seed": str(call.seed), "x-specd-drafter": self._engine.info.drafter}
-            call = await self._prepare(call, values, record)
+            with own_names(translation.params):
+                call = await self._prepare(call, values, record)
             return await self._answer(request, call, record, translation)
         finally:
             self._live.discard(name)
@@ -235,7 +236,7 @@ class Generation:
             raise failure
         if not batch:
             _check_finished(encoder.choices)
-        response = web.StreamResponse(headers=_STREAM_HEADERS)
+        response = web.StreamResponse(headers=STREAM_HEADERS)
         await response.prepare(request)
         sender = Sender(request, response, record, timeout_s=self._config.server.slow_client_timeout_s)
         try:

@@ -19,6 +19,7 @@ from aiohttp.typedefs import Handler
 
 from specd.errors import RequestError
 from specd.request import FinishReason, SequenceDelta
+from specd.server.answer_format import output_config, output_format, output_paths
 from specd.server.checks import Check, anything, integer, invalid_type, out_of_range, stop_strings, unsupported
 from specd.server.errors import json_response
 from specd.server.fields import Endpoint, FieldTable, read_table
@@ -47,18 +48,21 @@ _PROMPT_FIELDS: dict[str, Check] = {
     "messages": anything({"type": "array", "minItems": 1}),
     "system": anything({"anyOf": [{"type": "string"}, {"type": "array"}]}),
 }
+_FORMAT_FIELDS: dict[str, Check] = {"output_config": output_config, "output_format": output_format}
 _UNBUILT: dict[str, tuple[Any, ...]] = {
     "tools": (), "tool_choice": ({"type": "auto"}, {"type": "none"}), "thinking": ({"type": "disabled"},),
-    "container": (), "mcp_servers": (), "context_management": (), "output_config": (), "output_format": (),
+    "container": (), "mcp_servers": (), "context_management": (),
     "service_tier": ("auto", "standard_only"), "n": (1,), "stop": (), "max_completion_tokens": (),
     **dict.fromkeys(_TURN, (True, False)),
 }  # fmt: skip
 FIELDS = field_table(
-    {**_PROMPT_FIELDS, "max_tokens": integer(1), "stop_sequences": stop_strings},
+    {**_PROMPT_FIELDS, **_FORMAT_FIELDS, "max_tokens": integer(1), "stop_sequences": stop_strings},
     inert=("metadata", "cache_control"),
     unbuilt=_UNBUILT,
 )
-COUNT_FIELDS = FieldTable({"model": FIELDS.honoured["model"], **_PROMPT_FIELDS}, FIELDS.inert, _UNBUILT)
+COUNT_FIELDS = FieldTable(
+    {"model": FIELDS.honoured["model"], **_PROMPT_FIELDS, **_FORMAT_FIELDS}, FIELDS.inert, _UNBUILT
+)
 
 
 class MessagesApi:
@@ -115,9 +119,21 @@ def translate(body: dict[str, Any]) -> Translation:
     chat, unread = _prompt(values)
     _check_turn(body, chat)
     chat |= {**shared_values(body), "max_tokens": body["max_tokens"], "stop": body.get("stop_sequences")}
-    return Translation(
-        body=chat, encoder=MessagesEncoder, whole=_whole, ignored=ignored + unread, params={"stop": "stop_sequences"}
-    )
+    place = "output_format" if values.get("output_format") else "output_config.format"
+    chat["response_format"] = _response_format(values)
+    params = {"stop": "stop_sequences", **output_paths(place)}
+    return Translation(body=chat, encoder=MessagesEncoder, whole=_whole, ignored=ignored + unread, params=params)
+
+
+def _response_format(values: Mapping[str, Any]) -> dict[str, Any] | None:
+    older, newer = values.get("output_format"), values.get("output_config")
+    if older and newer:
+        raise RequestError(
+            "'output_format' cannot be given together with 'output_config.format'",
+            code="invalid_value",
+            param="output_format",
+        )
+    return older or newer
 
 
 def translate_count(body: dict[str, Any]) -> Translation:

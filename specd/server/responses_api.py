@@ -17,6 +17,7 @@ from aiohttp import web
 
 from specd.errors import RequestError
 from specd.request import FinishReason, SequenceDelta
+from specd.server.answer_format import TEXT_PATHS, text
 from specd.server.checks import (
     MAX_SHOWN,
     anything,
@@ -67,6 +68,7 @@ FIELDS = field_table(
         "instructions": string,
         "max_output_tokens": integer(1),
         "stop": stop_strings,
+        "text": text,
         "stream_options": sub_object({"include_obfuscation": boolean}),
         # What changes nothing and is repeated in the answer.
         "metadata": metadata,
@@ -79,7 +81,7 @@ FIELDS = field_table(
     unbuilt={
         "store": (False,), "background": (False,), "previous_response_id": (), "conversation": (), "prompt": (),
         "tools": (), "tool_choice": ("none", "auto"), "max_tool_calls": (), "include": (), "truncation": ("disabled",),
-        "text": ({"format": {"type": "text"}},), "reasoning": ({"effort": None, "summary": None},),
+        "reasoning": ({"effort": None, "summary": None},),
         "top_logprobs": (0,), "n": (1,), "service_tier": ("auto",), "context_management": (),
         "messages": (), "max_tokens": (), "max_completion_tokens": (),
     },
@@ -107,12 +109,13 @@ def translate(body: dict[str, Any]) -> Translation:
     chat = {**shared_values(body), "messages": messages}
     chat |= {name: body.get(name) for name in ("stop", "stream_options")}
     chat["max_completion_tokens"] = body.get("max_output_tokens")
+    chat["response_format"] = values.get("text")
     return Translation(
         body=chat,
         encoder=functools.partial(ResponsesEncoder, body=body),
         whole=functools.partial(_whole, body),
         ignored=ignored + unread,
-        params={"messages": "input", "max_completion_tokens": "max_output_tokens"},
+        params={"messages": "input", "max_completion_tokens": "max_output_tokens", **TEXT_PATHS},
     )
 
 
@@ -186,7 +189,7 @@ class _Shapes:
             "service_tier": "default",
             "store": False,
             "temperature": sampling.temperature,
-            "text": {"format": {"type": "text"}},
+            "text": {"format": (body.get("text") or {}).get("format") or {"type": "text"}},
             "tool_choice": "auto",
             "tools": [],
             "top_logprobs": 0,

@@ -62,7 +62,7 @@ class Translation:
     encoder: Callable[[ResponseWriter], Encoder]
     whole: Callable[[ResponseWriter, Sequence[ChoiceText]], dict[str, Any]]
     ignored: tuple[str, ...] = ()  # names in the request that nobody reads
-    params: Mapping[str, str] = dataclasses.field(default_factory=dict)  # a chat field's name -> the request's own
+    params: Mapping[str, str] = dataclasses.field(default_factory=dict)  # a chat field's path -> the request's own
 
 
 Translate = Callable[[dict[str, Any]], Translation]
@@ -74,12 +74,14 @@ def own_names(params: Mapping[str, str]) -> Iterator[None]:
     try:
         yield
     except RequestError as error:
-        name = re.split(r"[.\[]", error.param or "")[0]
-        if name not in params:
-            raise
-        message = str(error).replace(f"'{name}", f"'{params[name]}")
-        param = params[name] + (error.param or "").removeprefix(name)
-        raise RequestError(message, code=error.code, param=param) from error
+        message, param = str(error), error.param or ""
+        for name in sorted(params, key=len, reverse=True):  # the longest that fits says it
+            place = re.compile(rf"{re.escape(name)}(?![A-Za-z0-9_-])")
+            if place.match(param):
+                param = place.sub(params[name], param, count=1)
+                message = re.sub(f"'{place.pattern}", lambda _, own=params[name]: f"'{own}", message)
+                raise RequestError(message, code=error.code, param=param) from error
+        raise
 
 
 def field_table(

@@ -1,0 +1,101 @@
+"""How the Responses and the Messages API ask for structured output, as chat's `response_format`.
+
+    Responses   text.format            {"type": "json_schema", "name", "schema", "strict", "description"}
+    Messages    output_config.format   {"type": "json_schema", "schema"}        (also `output_format`, its older place)
+
+What is in the schema is checked where a chat completion's is; `PATHS` say where a refusal points to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from specd.errors import RequestError
+from specd.server.checks import (
+    anything,
+    boolean,
+    choice,
+    documented,
+    invalid_type,
+    out_of_range,
+    schema_of,
+    string,
+    sub_object,
+    unsupported,
+)
+from specd.server.fields import asks_nothing
+
+_NAME = "output"  # chat asks for one, Messages has none
+_SCHEMA = anything({"type": "object"})
+_TEXT_FIELDS = {"name": string, "schema": _SCHEMA, "strict": boolean, "description": string}
+_TEXT_FORMAT = sub_object({"type": choice("text", "json_object", "json_schema"), **_TEXT_FIELDS})
+_OUTPUT_FORMAT = sub_object({"type": choice("json_schema"), "schema": _SCHEMA})
+
+TEXT_PATHS = {"response_format": "text.format", "response_format.json_schema": "text.format"}
+
+
+def output_paths(place: str) -> dict[str, str]:
+    """place: "output_config.format" or "output_format"."""
+    return {"response_format": place, "response_format.json_schema": place}
+
+
+def _given(value: Any, param: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise invalid_type(param, "an object", value)
+    return {name: item for name, item in value.items() if item is not None}
+
+
+def _required(value: Mapping[str, Any], names: tuple[str, ...], param: str) -> None:
+    for name in names:
+        if name not in value:
+            raise RequestError(f"'{param}.{name}' is required", code="missing_parameter", param=f"{param}.{name}")
+
+
+@documented(
+    {
+        "type": "object",
+        "additionalProperties": False,
+        "properties": {
+            "format": {**schema_of(_TEXT_FORMAT), "required": ["type"]},
+            "verbosity": {"type": "string", "enum": ["medium"]},
+        },
+    }
+)
+def text(value: Any, param: str) -> dict[str, Any] | None:
+    """Responses' `text` as a `response_format`; None for plain text. Raises RequestError."""
+    given = _given(value, param)
+    if not asks_nothing(given.get("verbosity"), ("medium",)):
+        raise unsupported(f"{param}.verbosity", given["verbosity"])
+    sub_object({"format": anything({}), "verbosity": anything({})})(given, param)
+    if "format" not in given:
+        return None
+    where = f"{param}.format"
+    wanted = _TEXT_FORMAT(given["format"], where)
+    _required(wanted, ("type",), where)
+    kind = wanted.pop("type")
+    if kind == "json_schema":
+        _required(wanted, ("name", "schema"), where)
+        return {"type": kind, kind: wanted}
+    if wanted:
+        name = min(wanted)
+        raise out_of_range(f"{where}.{name}", "left out unless the type is json_schema", wanted[name])
+    return None if kind == "text" else {"type": kind}
+
+
+@documented({**schema_of(_OUTPUT_FORMAT), "required": ["type", "schema"]})
+def output_format(value: Any, param: str) -> dict[str, Any]:
+    """Messages' format as a `response_format`. Raises RequestError."""
+    wanted = _OUTPUT_FORMAT(value, param)
+    _required(wanted, ("type", "schema"), param)
+    return {"type": "json_schema", "json_schema": {"name": _NAME, "schema": wanted["schema"]}}
+
+
+@documented({"type": "object", "additionalProperties": False, "properties": {"format": schema_of(output_format)}})
+def output_config(value: Any, param: str) -> dict[str, Any] | None:
+    """Messages' `output_config` as a `response_format`; None where it asks for none. Raises RequestError."""
+    given = _given(value, param)
+    if not asks_nothing(given.get("effort"), ()):
+        raise unsupported(f"{param}.effort", given["effort"])
+    sub_object({"format": anything({}), "effort": anything({})})(given, param)
+    return output_format(given["format"], f"{param}.format") if "format" in given else None
