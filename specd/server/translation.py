@@ -79,7 +79,7 @@ def own_names(params: Mapping[str, str]) -> Iterator[None]:
             place = re.compile(rf"{re.escape(name)}(?![A-Za-z0-9_-])")
             if place.match(param):
                 param = place.sub(params[name], param, count=1)
-                message = re.sub(f"'{place.pattern}", lambda _, own=params[name]: f"'{own}", message)
+                message = re.sub(f"'{place.pattern}", f"'{params[name]}", message)
                 raise RequestError(message, code=error.code, param=param) from error
         raise
 
