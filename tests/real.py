@@ -139,8 +139,8 @@ async def engine_of(
 def _page_bytes(path: Path, draft: str) -> int:
     config = load(path).config
     kind, _, argument = draft.partition(":")
-    more = {"layers": lambda: int(argument), "lm": lambda: config.num_layers, "mtp": lambda: 1, "mtp+ngram": lambda: 1}
-    layers = config.num_layers + more.get(kind, int)()
+    more = {"layers": int(argument or 1), "lm": config.num_layers if argument else 1, "mtp": 1, "mtp+ngram": 1}
+    layers = config.num_layers + more.get(kind, 0)
     features = config.hidden_size if kind in ("mtp", "mtp+ngram") else 0
     return (2 * layers * config.num_kv_heads * config.head_dim + features) * PAGE_SIZE * torch.float32.itemsize
 

@@ -34,7 +34,7 @@ def report(capsys: pytest.CaptureFixture[str]) -> Callable[[str], None]:
     return write
 
 
-@pytest.mark.parametrize("draft", ["none", "ngram", "layers:4", "lm:target", "mtp", "mtp+ngram"])
+@pytest.mark.parametrize("draft", ["none", "ngram", "layers:4", "lm:target", "lm", "mtp", "mtp+ngram"])
 async def test_greedy_tokens_are_transformers(draft: str, real_model_path: Path, report: Callable[[str], None]) -> None:
     cases = [real.reference()[name] for name in NAMES]
     draft = draft.replace("target", str(real_model_path))
