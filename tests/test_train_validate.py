@@ -105,7 +105,7 @@ def in_full(data: Collected, model: Path) -> Collected:
 
 def settings_of(places: tuple[Path, Path, Path], kernels: KernelChoice, **changes: Any) -> ValidateSettings:
     model, shards, head = places
-    return ValidateSettings(model, head, shards, kernels=kernels, **({"tokens": 10**6, "depth": DEPTH} | changes))
+    return ValidateSettings(model, head, (shards,), kernels=kernels, **({"tokens": 10**6, "depth": DEPTH} | changes))
 
 
 def assert_close(found: dict[str, Any], wanted: dict[str, list[float]], tolerance: float) -> None:
@@ -231,12 +231,12 @@ def test_contexts_are_those_that_stand_when_a_draft_begins(monkeypatch: pytest.M
 def test_the_same_sequences_as_the_trainers(places: tuple[Path, Path, Path]) -> None:
     data = read_shards(places[1])
     chosen = evenly(sequences(data, held_out=True), data.lens, 400)
-    texts = read_held_out(shards=places[1], corpus=None, num_tokens=400)
+    texts = read_held_out(shards=(places[1],), corpus=None, num_tokens=400)
     assert [text.ids.tolist() for text in texts] == [
         data.ids[int(data.starts[s]) : int(data.starts[s] + data.lens[s])].tolist() for s in chosen
     ]
     assert 300 < sum(len(text.ids) for text in texts) < 500
-    same = read_held_out(shards=None, corpus=places[0].parent / "corpus.safetensors", num_tokens=400)
+    same = read_held_out(shards=(), corpus=places[0].parent / "corpus.safetensors", num_tokens=400)
     for one, other in zip(texts, same, strict=True):
         assert torch.equal(one.ids, other.ids)
         assert torch.equal(one.learned, other.learned)

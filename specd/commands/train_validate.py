@@ -13,7 +13,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="the target, as it will be served")
     parser.add_argument("--head", type=Path, required=True, metavar="FOLDER", help="of the head")
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--shards", type=Path, metavar="DIR", help="replay what collect held out")
+    source.add_argument(
+        "--shards", type=Path, nargs="+", default=(), metavar="DIR", help="replay what collect held out"
+    )
     source.add_argument(
         "--corpus", type=Path, metavar="FILE", help="replay what a corpus holds out, as collect names it"
     )
@@ -34,10 +36,11 @@ def run(args: argparse.Namespace, path: Path) -> int:
     if args.corpus is not None:
         args.corpus = importlib.import_module("specd.train.corpus").corpus_file(args.corpus)
     choice = importlib.import_module("specd.models.registry").KernelChoice
-    names = ("head", "shards", "corpus", "tokens", "depth", "chunk_tokens", "kv_dtype")
+    names = ("head", "corpus", "tokens", "depth", "chunk_tokens", "kv_dtype")
     report = module.validate(
         module.ValidateSettings(
             model=path,
+            shards=tuple(args.shards),
             kernels=choice(args.kernels, args.activations, args.quantize),
             **{name: getattr(args, name) for name in names},
         )

@@ -24,20 +24,20 @@ class HeldOut:
     labels: dict[str, str]  # what the corpus says of it: "temperature", "task"
 
 
-def read_held_out(*, shards: Path | None, corpus: Path | None, num_tokens: int) -> list[HeldOut]:
+def read_held_out(*, shards: tuple[Path, ...], corpus: Path | None, num_tokens: int) -> list[HeldOut]:
     """As many as num_tokens allow, evenly spread. Raises ConfigError when there are none."""
-    if (shards is None) == (corpus is None):
+    if bool(shards) == (corpus is not None):
         raise ConfigError("give one of --shards and --corpus")
-    place = shards if shards is not None else corpus
-    found = _of_shards(shards) if shards is not None else _of_corpus(corpus)
+    place = " ".join(map(str, shards or (corpus,)))
+    found = _of_shards(*shards) if shards else _of_corpus(corpus)
     if not found:
         raise ConfigError(f"{place}: no sequence is held out")
     lens = torch.tensor([len(text.ids) for text in found])
     return [found[i] for i in evenly(list(range(len(found))), lens, num_tokens)]
 
 
-def _of_shards(folder: Path) -> list[HeldOut]:
-    data = read_shards(folder)
+def _of_shards(*folders: Path) -> list[HeldOut]:
+    data = read_shards(*folders)
     answers = follows(data)
     spans = [slice(int(data.starts[s]), int(data.starts[s] + data.lens[s])) for s in sequences(data, held_out=True)]
     return [HeldOut(data.ids[span].clone(), answers[span].clone(), {}) for span in spans]

@@ -43,7 +43,7 @@ class ValidateSettings:
 
     model: Path
     head: Path
-    shards: Path | None = None
+    shards: tuple[Path, ...] = ()  # folders
     corpus: Path | None = None
     tokens: int = 16384  # of held-out sequences, chosen as the trainer chooses them
     depth: int = 3  # drafts of a chain
