@@ -23,6 +23,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Generator
+from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
@@ -254,9 +255,17 @@ _LAYOUTS = {
 }
 
 
+_CPU_MAX = Path("/sys/fs/cgroup/cpu.max")  # microseconds of all cores together, and in how many; "max": no bound
+
+
 def usable_cores() -> int:
-    """Of the machine, those that this process may run on."""
-    return len(os.sched_getaffinity(0))
+    """Of the machine, those that this process may run on; no more than its container has the time of."""
+    cores = len(os.sched_getaffinity(0))
+    try:
+        quota, period = _CPU_MAX.read_text().split()
+    except OSError:  # no cgroup v2, or none of our own
+        return cores
+    return cores if quota == "max" else min(cores, -(-int(quota) // int(period)))
 
 
 def cpu_device(*, layout: str, threads: int, timeline: Timeline, overlaps: bool | None = None) -> Device:

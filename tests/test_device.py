@@ -8,11 +8,13 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from specd import device as module
 from specd.device import (
     ChaosStream,
     Device,
@@ -364,3 +366,17 @@ def test_chaos_poisons_and_repeats() -> None:
     assert draws[0] == draws[1] != draws[2]
     assert draws[0][0] != draws[0][1]
     assert inline_device().frames is None
+
+
+@pytest.mark.parametrize(
+    ("content", "cores"),
+    [("max 100000", 8), ("150000 100000", 2), ("1000 100000", 1), ("6400000 100000", 8), (None, 8)],
+)
+def test_a_container_has_no_more_cores_than_time(
+    content: str | None, cores: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
+    monkeypatch.setattr(module, "_CPU_MAX", tmp_path / "cpu.max")
+    if content is not None:
+        (tmp_path / "cpu.max").write_text(content + "\n")
+    assert module.usable_cores() == cores

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import random
 import struct
 import subprocess
@@ -149,6 +150,21 @@ def test_tensors_that_do_not_match_are_named(tmp_path: Path) -> None:
         load_target(path, dtype="auto", device=CPU, attention=TorchAttention())
 
 
+@pytest.mark.parametrize("name", ["model.layers.0.mlp.up_proj.weight", "blk.0.ffn_up.weight"])
+def test_names_that_mean_one_tensor_are_refused(name: str, tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "m.gguf", config=CONFIG)
+    path.write_bytes(path.read_bytes().replace(text("blk.1.ffn_up.weight"), text(name)) + bytes(64))
+    with pytest.raises(ModelError, match=r"twice|both model.layers.0.mlp.up_proj.weight"):
+        GgufFile(path)
+
+
+@pytest.mark.parametrize("factors", [[2.0], [1.0] * 7, [1.0] * 7 + [0.0], [-1.0] * 8, [math.nan] * 8, [math.inf] * 8])
+def test_rope_freqs_that_turn_nothing_are_refused(factors: list[float], tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "m.gguf", config=CONFIG, freq_factors=factors)
+    with pytest.raises(ModelError, match=r"rope factors do not fit|not all positive"):
+        load_target(path, dtype="auto", device=CPU, attention=TorchAttention())
+
+
 def test_unreadable_quantisation_is_a_model_error(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "m.gguf", config=CONFIG)
     raw = path.read_bytes()
@@ -203,6 +219,14 @@ HOSTILE: dict[str, Callable[[Path], Path]] = {
     "offset 3": lambda p: file_of(p, infos=info("t", [4], 0, 3), num_tensors=1),
     "claims [0-9]{30}": lambda p: file_of(p, infos=info("t", [1 << 50, 1 << 50], 0, 0), num_tensors=1),
     "'t' and 'u' overlap": lambda p: file_of(p, infos=info("t", [16], 0, 0) + info("u", [8], 0, 32), num_tensors=2),
+    "array elements": lambda p: file_of(
+        p, entries=text("k") + struct.pack("<IIQ", 9, 0, (1 << 22) + 1) + bytes((1 << 22) + 1), num_entries=1
+    ),
+    "array elements .*'l'": lambda p: file_of(
+        p,
+        entries=b"".join(text(k) + struct.pack("<IIQ", 9, 0, 3 << 20) + bytes(3 << 20) for k in "kl"),
+        num_entries=2,
+    ),
     "power of two": lambda p: file_of(p, entries=text("general.alignment") + struct.pack("<II", 4, 24), num_entries=1),
 }
 

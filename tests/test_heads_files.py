@@ -73,6 +73,13 @@ def damage(folder: Path, name: str, value: Any) -> None:
         ("colour", "red", "no colour"),
         ("concat", "sideways", "concat is 'sideways'"),
         ("num_heads", 0, "num_heads is 0"),
+        ("num_heads", True, "num_heads is True"),
+        ("rms_norm_eps", "small", "rms_norm_eps is 'small'"),
+        ("output_norm", 1, "output_norm is 1"),
+        ("rope", 5, "rope is 5"),
+        ("rope", {"theta": "x"}, "rope is .*'x'"),
+        ("rope", {"kind": "yarn"}, "rope kind 'yarn'"),
+        ("rope", {"freq_factors": [1.0]}, "1 rope factors"),
         ("output_norm", False, "norm.weight"),
         ("enorm.weight", None, r"enorm.weight is None"),
         ("eh_proj.weight", torch.zeros(40, 40), r"eh_proj.weight is \(40, 40\)"),
@@ -94,3 +101,14 @@ def test_damaged_files_are_refused_by_name(name: str, value: Any, named: str, tm
 def test_no_file_at_all(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="not a head's folder"):
         read_head(tmp_path)
+
+
+def test_a_head_that_is_read_no_longer_needs_its_file(tmp_path: Path) -> None:
+    """Mapped weights would follow the file, and one that is cut short would end the process."""
+    file = head_file(head_config())
+    write_head(tmp_path, file.config, file.weights, token_ids=None, target={})
+    found, path = read_head(tmp_path).weights, tmp_path / "model.safetensors"
+    with path.open("r+b") as opened:
+        opened.write(bytes(path.stat().st_size))
+    for name, tensor in file.weights.items():
+        assert torch.equal(found[name], tensor.bfloat16()), name

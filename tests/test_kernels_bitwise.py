@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
+import signal
+import time
+import warnings
 from collections.abc import Iterator
 
 import pytest
@@ -175,3 +179,40 @@ def test_argmax_is_that_of_the_logits(level: str, activations: str) -> None:
         assert torch.equal(values[good], logits.amax(-1)[good])
         assert torch.equal(places[good], logits.argmax(-1)[good])
         assert places[4] == 0
+
+
+def test_the_float_environment_of_a_thread_does_not_matter() -> None:
+    """A library may have told a thread to flush denormals: a row's bits would depend on who computes it."""
+    projection, x = Projection(random_rows(Kind.F32, 75, 64), level=""), 1e-38 * torch.randn(17, 64)
+    expected = projection(x, activations="exact")
+    assert ((expected != 0) & (expected.abs() < 1e-38)).any()
+    torch.set_flush_denormal(True)
+    try:
+        for threads in (1, 3):
+            got = projection(x, activations="exact", threads=threads)
+            assert torch.equal(got.view(torch.int32), expected.view(torch.int32)), threads
+        assert torch.tensor([1e-38]).mul(0.1).item() == 0.0  # and the caller has what it asked for
+    finally:
+        torch.set_flush_denormal(False)
+
+
+def test_a_child_of_fork_computes_too() -> None:
+    """Its parent's threads are not there, and whoever computed in the parent does not return."""
+    torch.set_num_threads(2)
+    model, tokens = native_llama(), tokens_of(LONG)
+    expected = run(model, tokens, [LONG])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12: this process has threads, which is the point
+        child = os.fork()
+    if child == 0:
+        os._exit(0 if torch.equal(run(model, tokens, [LONG]), expected) else 1)
+    status, deadline = None, time.monotonic() + 30
+    while status is None and time.monotonic() < deadline:
+        pid, found = os.waitpid(child, os.WNOHANG)
+        status = found if pid else None
+        time.sleep(0.01)
+    if status is None:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    assert status == 0
+    assert torch.equal(run(model, tokens, [LONG]), expected)

@@ -1,4 +1,4 @@
-"""tests/kernels/test_kernels.c, built with the address and undefined-behaviour sanitizers, when there is a compiler."""
+"""tests/kernels/*.c, built with the address and undefined-behaviour sanitizers, when there is a compiler."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def build(folder: Path) -> Path:
         pytest.skip(f"the compiler has no sanitizers: {tried.stderr[-300:]}")
     levels = LEVELS if platform.machine() == "x86_64" else ["level_portable"]
     names = ["run", "pack", "step", *levels]
-    sources = [SOURCES / f"{name}.c" for name in names] + [ROOT / "tests" / "kernels" / "test_kernels.c"]
+    sources = [SOURCES / f"{name}.c" for name in names] + sorted((ROOT / "tests" / "kernels").glob("*.c"))
 
     def compile_one(source: Path) -> str:
         target = folder / f"{source.stem}.o"

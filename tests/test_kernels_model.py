@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +14,14 @@ import torch
 
 from specd.attention.torch_attention import TorchAttention
 from specd.errors import ConfigError, ModelError
-from specd.kernels import library
+from specd.kernels import draw, library
 from specd.kernels.library import load_library
-from specd.models.config import LlamaConfig
-from specd.models.layers import rms_norm
+from specd.models import native_run
+from specd.models.config import LlamaConfig, RopeConfig
+from specd.models.layers import inverse_frequencies, rms_norm, rope_angles
 from specd.models.llama import Llama
 from specd.models.native import NativeLlama, TensorSource, unsupported
+from specd.models.native_run import RotaryTable
 from specd.models.registry import KernelChoice, LoadedModel, load_target
 from tests.native import LEVELS, Kind, QuantisedSource, native_llama, needs_kernels
 from tests.test_llama import VARIANTS, tokens_of
@@ -209,6 +213,48 @@ def test_the_environment_names_the_level(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("SPECD_KERNELS", "mmx")
     with pytest.raises(ConfigError, match="mmx"):
         load_library()
+
+
+@pytest.mark.parametrize("kernels", ["torch", "auto", "native"])
+def test_a_wrong_level_is_refused_before_any_request(
+    kernels: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Whoever computes the model, its tokens are drawn by the kernels."""
+    monkeypatch.setenv("SPECD_KERNELS", "AVX2")
+    draw.loaded.cache_clear()
+    with pytest.raises(ConfigError, match="AVX2"):
+        load(write_hf_folder(tmp_path, config=tiny_config()), kernels=kernels)
+
+
+def test_a_library_without_openmp_is_told_of(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(load_library(), "threaded", False)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    with structlog.testing.capture_logs() as logs:
+        load(write_hf_folder(tmp_path, config=tiny_config()), kernels="native")
+    assert [entry["event"] for entry in logs] == ["native_kernels_single_threaded"]
+
+
+def test_two_threads_grow_one_rotary_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A target and a draft that shares its positions, on two streams."""
+    together = threading.Barrier(2)
+
+    def slow(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        made = rope_angles(*arguments)
+        with contextlib.suppress(threading.BrokenBarrierError):
+            together.wait(0.5)
+        return made
+
+    monkeypatch.setattr(native_run, "rope_angles", slow)
+    table = RotaryTable(RopeConfig(), 16)
+    threads = [threading.Thread(target=table.grow, args=(1000,)) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    cosines, sines = table.grow(2000)
+    expected = rope_angles(inverse_frequencies(RopeConfig(), 16), torch.arange(2048), torch.float32)
+    assert torch.equal(cosines, expected[0][:, 0, :8])
+    assert torch.equal(sines, expected[1][:, 0, :8])
 
 
 def test_workspaces_of_copies_are_their_own() -> None:

@@ -24,6 +24,10 @@ MAX_AUX = 8
 
 # One team of threads computes at a time: two would spin against each other on the same cores.
 compute_lock = threading.Lock()
+# A child of fork gets it open, whoever was computing: that thread does not exist there.
+os.register_at_fork(
+    before=compute_lock.acquire, after_in_parent=compute_lock.release, after_in_child=compute_lock.release
+)
 
 _POINTER, _I64, _I32, _F32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
 

@@ -43,6 +43,7 @@ _SCALARS = {
     12: "d",
 }  # struct's letters
 _MAX_NESTING = 4
+_MAX_ELEMENTS = 1 << 22  # of all arrays together: the largest vocabularies take a third, Python tens of bytes for each
 _MAX_DIMS = 4
 _MIN_ENTRY_BYTES = 13  # of a key/value pair: key length, type, one byte of value
 _MIN_INFO_BYTES = 24  # of a tensor info: name length, dimension count, type, offset
@@ -84,6 +85,7 @@ class _Cursor:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.position = 0
+        self._elements = 0
         try:
             with path.open("rb") as file:
                 self.data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -145,10 +147,13 @@ class _Cursor:
 
     def _array(self, what: str, depth: int) -> list[Any]:
         kind = self.u32(what)
+        # Strings and arrays start with a u64.
+        count = self.count(struct.calcsize("<" + _SCALARS.get(kind, "Q")), f"length of {what}")
+        self._elements += count
+        if self._elements > _MAX_ELEMENTS:
+            raise ModelError(f"{self.path}: more than {_MAX_ELEMENTS} array elements of metadata, up to {what}")
         if kind in _SCALARS:
-            count = self.count(struct.calcsize("<" + _SCALARS[kind]), f"length of {what}")
             return list(self.scalars(kind, count, what))
-        count = self.count(8, f"length of {what}")  # strings and arrays start with a u64
         if kind == _STRING:
             return [self.string(what) for _ in range(count)]
         return [self.value(kind, what, depth + 1) for _ in range(count)]
@@ -239,7 +244,7 @@ _ROPE_FREQS = "rope_freqs.weight"
 
 def _hf_name(name: str) -> str:
     """A tensor's Hugging Face name; names that have none are given back as they are (and refused later)."""
-    match = _LAYER.match(name)
+    match = _LAYER.fullmatch(name)
     if match and match[2] in _LAYER_NAMES:
         return f"model.layers.{match[1]}.{_LAYER_NAMES[match[2]]}.{match[3]}"
     return _NAMES.get(name, name)
@@ -262,7 +267,11 @@ class GgufFile(Mapping[str, "torch.Tensor"]):
             vocab_rows=embedding.shape[0] if embedding else 1,  # a missing embedding is named by check_weights
             freq_factors=None if factors is None else tuple(map(float, self._dequantised(_ROPE_FREQS, factors))),
         )
-        self._tensors = {_hf_name(name): tensor for name, tensor in header.tensors.items()}
+        self._tensors: dict[str, GgufTensor] = {}
+        for name, tensor in header.tensors.items():
+            if _hf_name(name) in self._tensors:
+                raise ModelError(f"{path}: tensor {name!r} and another one are both {_hf_name(name)}")
+            self._tensors[_hf_name(name)] = tensor
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:

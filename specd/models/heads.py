@@ -17,6 +17,7 @@ Legend: T packed tokens, H hidden, F features (H or 3H), V the target's vocabula
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -86,14 +87,27 @@ class HeadConfig:
         for name, choices in _CHOICES.items():
             if data.get(name, choices[0]) not in choices:
                 raise ModelError(f"{path}: {name} is {data[name]!r}; {', '.join(choices)} exist")
-        sizes = ("hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "vocab_size")
-        for name in sizes:
-            if not isinstance(data[name], int) or data[name] < 1:
-                raise ModelError(f"{path}: {name} is {data[name]!r}, it must be a whole number above 0")
-        rope = dict(data["rope"])
-        if rope.get("freq_factors") is not None:
-            rope["freq_factors"] = tuple(rope["freq_factors"])
-        return cls(**{**data, "rope": RopeConfig(**rope)})
+        for name, value in data.items():
+            kind = known[name].type
+            if kind == "int" or (kind == "int | None" and value is not None):
+                if type(value) is not int or value < 1:
+                    raise ModelError(f"{path}: {name} is {value!r}, it must be a whole number above 0")
+            elif kind == "float" and (type(value) not in (int, float) or not 0 < value < math.inf):
+                raise ModelError(f"{path}: {name} is {value!r}, it must be a number above 0")
+            elif kind == "bool" and not isinstance(value, bool):
+                raise ModelError(f"{path}: {name} is {value!r}, it must be true or false")
+        return cls(**{**data, "rope": _rope(data["rope"], data["head_dim"], path)})
+
+
+def _rope(data: Any, head_dim: int, path: Path) -> RopeConfig:
+    """Raises ModelError for anything that gives no frequencies."""
+    try:
+        factors = data.get("freq_factors")
+        rope = RopeConfig(**{**data, "freq_factors": None if factors is None else tuple(factors)})
+        inverse_frequencies(rope, head_dim)
+    except (AttributeError, TypeError, ValueError, ZeroDivisionError, OverflowError, RuntimeError) as error:
+        raise ModelError(f"{path}: rope is {data!r}, which cannot be computed: {error}") from error
+    return rope
 
 
 def head_shapes(config: HeadConfig) -> dict[str, tuple[int, ...]]:
@@ -139,7 +153,8 @@ def read_head(path: Path) -> HeadFile:
     """A head's folder: config.json and model.safetensors. Raises ModelError naming the file and what is wrong."""
     try:
         data = orjson.loads((path / "config.json").read_bytes())
-        tensors = load_file(path / "model.safetensors")
+        # Copied: what is mapped follows the file, and a file cut short would end the process.
+        tensors = {name: tensor.clone() for name, tensor in load_file(path / "model.safetensors").items()}
     except (OSError, orjson.JSONDecodeError, SafetensorError) as error:
         raise ModelError(f"{path}: not a head's folder: {error}") from error
     if not isinstance(data, dict) or data.get("specd_head") != FORMAT:

@@ -11,6 +11,7 @@ import math
 import torch
 import torch.nn.functional as F
 
+from specd.errors import ModelError
 from specd.models.config import RopeConfig
 
 
@@ -42,7 +43,8 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
     """Radians a token of each rotated pair, f32[D / 2], on the CPU.
 
     llama3: wavelengths past the original context are slowed by `factor`, short ones kept, between them a linear blend
-    (Llama 3.1; the same arithmetic as transformers' `_compute_llama3_parameters`).
+    (Llama 3.1; the same arithmetic as transformers' `_compute_llama3_parameters`). Raises ModelError for frequencies
+    that turn nothing.
     """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
     inv_freq = 1.0 / rope.theta**exponents
@@ -50,8 +52,14 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
         inv_freq = inv_freq / rope.factor
     elif rope.kind == "llama3":
         inv_freq = _llama3(inv_freq, rope)
+    elif rope.kind != "default":
+        raise ModelError(f"rope kind {rope.kind!r} is not supported; default, linear and llama3 are")
     if rope.freq_factors is not None:
+        if len(rope.freq_factors) != head_dim // 2:
+            raise ModelError(f"{len(rope.freq_factors)} rope factors do not fit a head size of {head_dim}: it has half")
         inv_freq = inv_freq / torch.tensor(rope.freq_factors, dtype=torch.float32)
+    if not bool(((inv_freq > 0) & (inv_freq < math.inf)).all()):
+        raise ModelError(f"the frequencies of {rope} are not all positive and finite: {inv_freq.tolist()}")
     return inv_freq
 
 

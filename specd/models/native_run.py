@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import threading
 from collections.abc import Sequence
 
 import torch
@@ -23,22 +24,26 @@ _KV_KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 30}
 
 
 class RotaryTable:
-    """Cosines and sines f32[positions, D / 2], made in steps as contexts grow and shared by a model's copies."""
+    """Cosines and sines f32[positions, D / 2], made in steps as contexts grow and shared by a model's copies, which may
+    compute on streams of their own."""
 
     def __init__(self, rope: RopeConfig, head_dim: int) -> None:
         self._inv_freq = inverse_frequencies(rope, head_dim)
         self.cosines = self.sines = torch.empty((0, head_dim // 2))
+        self._growing = threading.Lock()
 
     def grow(self, num_positions: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The tables, with at least num_positions rows."""
-        while len(self.cosines) < num_positions:
-            first = len(self.cosines)
-            positions = torch.arange(first, first + _ROPE_STEP)
-            cos, sin = (
-                table[:, 0, : len(self._inv_freq)] for table in rope_angles(self._inv_freq, positions, torch.float32)
-            )
-            self.cosines, self.sines = torch.cat((self.cosines, cos)), torch.cat((self.sines, sin))
-        return self.cosines, self.sines
+        with self._growing:
+            while len(self.cosines) < num_positions:
+                first = len(self.cosines)
+                positions = torch.arange(first, first + _ROPE_STEP)
+                cos, sin = (
+                    table[:, 0, : len(self._inv_freq)]
+                    for table in rope_angles(self._inv_freq, positions, torch.float32)
+                )
+                self.cosines, self.sines = torch.cat((self.cosines, cos)), torch.cat((self.sines, sin))
+            return self.cosines, self.sines
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -125,6 +130,8 @@ class NativeRun:
         states: torch.Tensor | None,
     ) -> _Call:
         hidden_size = self.model.hidden
+        assert kv.layers[0].shape[1:] == (2, batch.page_size, self.model.kv_heads, self.model.head_dim), batch.page_size
+        assert len(kv.layers) >= self.model.num_layers, (len(kv.layers), self.model.num_layers)
         hidden = torch.empty((len(tokens), hidden_size))
         aux = torch.empty((len(tokens), len(aux_layers) * hidden_size)) if aux_layers else None
         layers = [address(layer) for layer in kv.layers[: self.model.num_layers]]

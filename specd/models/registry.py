@@ -12,6 +12,7 @@ import torch
 
 from specd.attention.base import AttentionBackend
 from specd.errors import ModelError
+from specd.kernels import draw
 from specd.log import get_logger
 from specd.models.config import LlamaConfig, config_from_hf, token_ids
 from specd.models.gguf import GgufFile
@@ -145,7 +146,11 @@ def _load_folder(
 def _native(
     config: LlamaConfig, source: WeightSource, choice: KernelChoice, dtype: torch.dtype, device: torch.device
 ) -> NativeLlama | None:
-    """The model in the CPU kernels; None when torch is to compute it. Raises ModelError when it cannot be as asked."""
+    """The model in the CPU kernels; None when torch is to compute it.
+
+    Raises ModelError when it cannot be as asked, and ConfigError when SPECD_KERNELS names a level that cannot run here.
+    """
+    draw.loaded()  # they draw the tokens of any model: a wrong level is told now, and not by the first request
     if choice.kernels == "torch":
         if choice.quantize != "none":
             raise ModelError(f'model.quantize = "{choice.quantize}" needs the native kernels; set model.kernels too')
@@ -155,9 +160,13 @@ def _native(
         reason = f"they compute in float32 on the CPU, not in {dtype} on {device}"
     if reason is None:
         try:
-            return NativeLlama(config, source, activations=choice.activations, quantize=choice.quantize)
+            model = NativeLlama(config, source, activations=choice.activations, quantize=choice.quantize)
         except ModelError as error:  # not built, or a format without a kernel
             reason = str(error)
+        else:
+            if not model.library.threaded and torch.get_num_threads() > 1:
+                _log.warning("native_kernels_single_threaded", reason="they were built by a compiler without OpenMP")
+            return model
     if choice.kernels == "native" or choice.quantize != "none":
         raise ModelError(f"the native kernels cannot run this model: {reason}")
     _log.warning("native_kernels_not_used", reason=reason, using="torch")

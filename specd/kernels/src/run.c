@@ -1,4 +1,5 @@
 /* The entry points: memory, the parallel region, and which levels the machine can run. */
+#include <fenv.h>
 #include <sched.h>
 #include <stdlib.h>
 
@@ -8,6 +9,7 @@
 #endif
 #ifdef _OPENMP
 #include <omp.h>
+#include <pthread.h>
 #endif
 
 #include "internal.h"
@@ -111,23 +113,42 @@ static void begin_team(Team *team) {
     atomic_init(&team->generation, 0);
 }
 
+/* Rounding to nearest and denormals as they are, whatever this thread was set to: results depend on both. */
+static void run_phase(Job *job, Phase phase, int thread, int threads) {
+    fenv_t before;
+    fegetenv(&before);
+    fesetenv(FE_DFL_ENV);
+    phase(job, thread, threads);
+    fesetenv(&before);
+}
+
 static void run_team(Job *job, Phase phase, int threads) {
     begin_team(&job->team);
 #ifdef _OPENMP
     if (threads > 1) {
 #pragma omp parallel num_threads(threads)
-        phase(job, omp_get_thread_num(), omp_get_num_threads());
+        run_phase(job, phase, omp_get_thread_num(), omp_get_num_threads());
         return;
     }
 #else
     (void)threads;
 #endif
-    phase(job, 0, 1);
+    run_phase(job, phase, 0, 1);
 }
 
 static int valid_tops(const Job *job) { return job->tops->k >= 1 && job->tops->k <= job->vocabulary; }
 
-static int usable_threads(int32_t threads) { return threads < 1 || !specd_threaded() ? 1 : threads; }
+/* A child of fork has its parent's record of OpenMP's threads and none of the threads: it would wait for them. */
+static atomic_int forked;
+
+#ifdef _OPENMP
+static void note_fork(void) { atomic_store(&forked, 1); }
+__attribute__((constructor)) static void watch_forks(void) { pthread_atfork(NULL, NULL, note_fork); }
+#endif
+
+static int usable_threads(int32_t threads) {
+    return threads < 1 || !specd_threaded() || atomic_load(&forked) ? 1 : threads;
+}
 
 /* A forward ----------------------------------------------------------------------------------------------------- */
 
