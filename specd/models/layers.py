@@ -46,6 +46,11 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
     (Llama 3.1; the same arithmetic as transformers' `_compute_llama3_parameters`). Raises ModelError for frequencies
     that turn nothing.
     """
+    divisors = (rope.theta, rope.factor, *(rope.freq_factors or ()))
+    if not all(0 < divisor < math.inf for divisor in divisors):
+        raise ModelError(f"the frequencies of {rope} are not all positive and finite")
+    if rope.kind == "llama3" and not rope.low_freq_factor < rope.high_freq_factor:
+        raise ModelError(f"the frequencies of {rope} are not defined: low_freq_factor must be below high_freq_factor")
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
     inv_freq = 1.0 / rope.theta**exponents
     if rope.kind == "linear":
@@ -58,8 +63,6 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
         if len(rope.freq_factors) != head_dim // 2:
             raise ModelError(f"{len(rope.freq_factors)} rope factors do not fit a head size of {head_dim}: it has half")
         inv_freq = inv_freq / torch.tensor(rope.freq_factors, dtype=torch.float32)
-    if not bool(((inv_freq > 0) & (inv_freq < math.inf)).all()):
-        raise ModelError(f"the frequencies of {rope} are not all positive and finite: {inv_freq.tolist()}")
     return inv_freq
 
 
