@@ -46,12 +46,16 @@ class Window:
         self._missing -= 1
         if self._missing == 0 and self.end_s < 0:
             self.start_s = time.perf_counter()
-            self.loop_s = -time.thread_time()
+            self.loop_s = -self.thread_time_s()
 
     def ended(self) -> None:
         if self.end_s < 0:
             self.end_s = time.perf_counter()
-            self.loop_s += time.thread_time()
+            self.loop_s += self.thread_time_s()
+
+    def thread_time_s(self) -> float:
+        """Of the event loop's thread: here it is this one."""
+        return time.thread_time()
 
 
 async def read(engine: Engine, question: Question, name: str, window: Window) -> None:

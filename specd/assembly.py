@@ -14,6 +14,7 @@ import torch
 from specd.attention.torch_attention import TorchAttention
 from specd.config import Config
 from specd.config_options import memory_bytes
+from specd.corpora import Corpora
 from specd.device import Device, cpu_device, usable_cores
 from specd.drafters.base import Drafter
 from specd.drafters.registry import (
@@ -26,7 +27,7 @@ from specd.drafters.registry import (
     settle,
 )
 from specd.errors import ConfigError, DraftError
-from specd.grammar import Grammars
+from specd.grammar import GrammarMatcher, Grammars
 from specd.kv import PagedFeatures
 from specd.models.base import Model, kv_slot_bytes, make_kv
 from specd.models.borrowed import is_borrowing
@@ -42,6 +43,9 @@ from specd.pipeline.masks import MaskStage
 from specd.pipeline.refill import RefillStage
 from specd.pipeline.schedule import Limits, Scheduler
 from specd.pipeline.verify import VerifyStage
+from specd.proposers.base import Proposer
+from specd.proposers.choose import proposers_of
+from specd.request import Request
 from specd.sampling.chain import AcceptanceSettings
 from specd.status import EngineInfo
 from specd.step import Topology
@@ -61,6 +65,7 @@ class Parts:
     info: EngineInfo
     tokenizer: Tokenizer
     grammars: Grammars
+    corpora: Corpora
     device: Device
     scheduler: Scheduler
     draft: DraftStage
@@ -70,6 +75,15 @@ class Parts:
     refill: RefillStage | None
     drafter: Drafter | None
     uses_ngram: bool
+
+    def proposers(self, request: Request, grammar: GrammarMatcher | None) -> tuple[Proposer, ...]:
+        return proposers_of(
+            request,
+            self.config.speculation,
+            uses_ngram=self.uses_ngram,
+            corpora=self.corpora,
+            grammar=grammar,
+        )
 
     def make_carry(self) -> DraftState:
         assert self.drafter is not None
@@ -151,6 +165,7 @@ def build(
         info=info,
         tokenizer=tokenizer,
         grammars=Grammars(tokenizer, vocab_size=info.vocab_size, eos_ids=info.eos_ids),
+        corpora=Corpora(tokenizer, vocab_size=info.vocab_size, max_tokens=_corpora_tokens(config, max_draft)),
         device=device,
         scheduler=scheduler,
         draft=DraftStage(drafter, device, rule=rule),
@@ -216,6 +231,11 @@ def _max_draft(config: Config, choice: DraftChoice) -> int:
         return 0
     length = config.speculation.draft_len
     return config.speculation.max_draft if isinstance(length, str) else length
+
+
+def _corpora_tokens(config: Config, max_draft: int) -> int:
+    """None without drafts: nothing would read them."""
+    return config.speculation.corpora_tokens if max_draft else 0
 
 
 def _length(config: Config) -> DraftLength:

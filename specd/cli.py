@@ -11,10 +11,9 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
-from pathlib import Path
 from typing import TypeAlias
 
-from specd.commands import ctl_options, train
+from specd.commands import bench_options, ctl_options, train
 from specd.commands.settings import add_settings
 from specd.errors import ConfigError, DraftError, FetchError, ModelError, SpecdError
 
@@ -128,30 +127,7 @@ def _add_ctl(commands: _Commands) -> None:
 
 def _add_bench(commands: _Commands) -> None:
     parser = commands.add_parser("bench", help="measure a running server over HTTP: TTFT, ITL, tokens/s, acceptance")
-    parser.add_argument("--url", default="http://127.0.0.1:8000", help="default: http://127.0.0.1:8000")
-    parser.add_argument("--allow-remote", action="store_true", help="allow a URL that is not this machine's")
-    parser.add_argument("--api-key", help="Bearer token; better: the environment variable SPECD_API_KEY")
-    parser.add_argument("--model", help="default: the server's first model")
-    parser.add_argument("--concurrency", type=int, default=1, help="requests in flight (default 1)")
-    parser.add_argument(
-        "--requests",
-        type=int,
-        default=16,
-        help="requests (default 16); with --compare: in each mode, rounded up to 5 or more rounds of --concurrency",
-    )
-    parser.add_argument("--max-tokens", type=int, default=128, help="output tokens of each request (default 128)")
-    parser.add_argument("--temperature", type=float, default=0.0, help="default 0")
-    parser.add_argument("--ignore-eos", action="store_true", help="always generate --max-tokens tokens")
-    prompts = parser.add_mutually_exclusive_group()
-    prompts.add_argument("--prompts", type=Path, metavar="FILE", help="one prompt a line, or JSON lines with `prompt`")
-    prompts.add_argument(
-        "--prompt-set", choices=("chat", "copy", "all"), default="all", help="built-in prompts (default all)"
-    )
-    parser.add_argument("--compare", choices=("off",), help="alternate speculation on and off, report the ratios")
-    parser.add_argument(
-        "-o", "--output", type=Path, metavar="FILE", help="write the report as JSON; - is standard output"
-    )
-    parser.add_argument("--timeout", type=float, default=600.0, help="seconds for one request (default 600)")
+    bench_options.add_options(parser)
     parser.set_defaults(module="bench")
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 
 from specd.errors import GrammarError, NonFiniteLogitsError, SpecdError
-from specd.request import FinishReason, SequenceDelta, TokenLogprob, TokenOrigin
+from specd.request import DraftedToken, FinishReason, SequenceDelta, TokenLogprob, TokenOrigin
 from specd.sequence import Sequence
 from specd.step import AcceptanceReport, DraftSource
 
@@ -24,16 +24,26 @@ class RowReport:
     failed: bool
     logprobs: tuple[TokenLogprob, ...] | None  # one per token, when the row asked
     prompt_logprobs: tuple[TokenLogprob, ...] = ()  # of the prompt tokens after those that the row computed
+    drafts: tuple[DraftedToken, ...] = ()  # what was verified, when the row asked
 
 
-def row_report(report: AcceptanceReport, row: int, *, num_drafts: int, num_logprobs: int | None) -> RowReport:
+def row_report(
+    report: AcceptanceReport, row: int, *, num_drafts: int, num_logprobs: int | None, tells_drafts: bool = False
+) -> RowReport:
     """Row `row` of the batch's report; num_logprobs as in SamplingParams.logprobs."""
     num_accepted = int(report.num_accepted[row])
     tokens = tuple(int(t) for t in report.tokens[row, : num_accepted + 1] if t >= 0)
     logprobs = None
     if num_logprobs is not None and report.logprobs is not None:
         logprobs = tuple(_logprob(report, row, i, token, num_logprobs) for i, token in enumerate(tokens))
-    return RowReport(tokens, num_accepted, num_drafts, bool(report.failed[row]), logprobs)
+    drafts = _drafts(report, row, num_drafts) if tells_drafts else ()
+    return RowReport(tokens, num_accepted, num_drafts, bool(report.failed[row]), logprobs, drafts=drafts)
+
+
+def _drafts(report: AcceptanceReport, row: int, count: int) -> tuple[DraftedToken, ...]:
+    """Without a drafter in the step, what was verified is proposers': they are certain."""
+    probs = [1.0] * count if report.draft_probs is None else report.draft_probs[row, :count].tolist()
+    return tuple(DraftedToken(*pair) for pair in zip(report.drafts[row, :count].tolist(), probs, strict=True))
 
 
 def _logprob(report: AcceptanceReport, row: int, position: int, token: int, count: int) -> TokenLogprob:
@@ -85,6 +95,9 @@ def commit(
         text="".join(text),
         logprobs=None if row.logprobs is None else row.logprobs[:emitted],
         origins=tuple((_origin(row, source, i), step, i) for i in range(emitted)),
+        drafts=(*row.drafts[:emitted], *[None] * (emitted - len(row.drafts)))
+        if sequence.request.speculation.detail == "tokens"
+        else (),
         finish_reason=finish,
         stop_reason=stop_reason,
         prompt_logprobs=tuple(sequence.prompt_logprobs) if scored else None,

@@ -16,12 +16,14 @@ from typing import Literal
 from specd.config_options import (
     check_draft_len,
     check_host,
+    check_host_names,
     check_memory,
     check_names,
     check_origins,
     check_path,
     option,
 )
+from specd.config_telemetry import TelemetryConfig
 
 LOSSY_ACCEPTANCE = frozenset({"literal", "threshold", "typical"})  # rules that change what the model would say
 
@@ -65,6 +67,15 @@ class ServerConfig:
         'Origins whose pages may call the API from a browser, such as "https://chat.example.org", or "*"; empty: none.',
         check=check_origins,
     )
+    ui: Literal["auto", "on", "off"] = option(
+        "auto", "The page at /ui, for people; auto: where only this machine can connect."
+    )
+    ui_hosts: tuple[str, ...] = option(
+        (),
+        "Names of this server in a browser's address bar, for the page at /ui; its addresses, localhost, server.host "
+        "and the machine's own name are known.",
+        check=check_host_names,
+    )
     slow_client_timeout_s: float = option(
         30.0,
         "A stream ends when its client has read nothing for so long.",
@@ -72,6 +83,18 @@ class ServerConfig:
         low=0.1,
         high=3600,
         reloadable=True,
+    )
+    queued_stream_s: float = option(
+        0.0,
+        "A stream that waits for its first token so long gets its status 200 and comments, and whatever goes wrong "
+        "afterwards is an event in it; 0: never, so that errors have status codes of their own.",
+        unit="s",
+        low=0,
+        high=3600,
+        reloadable=True,
+    )
+    metrics_compat: Literal["vllm", "off"] = option(
+        "vllm", "Names in /metrics for what vLLM measures too: its own (vllm:...), or off (specd_... alone)."
     )
 
 
@@ -137,6 +160,13 @@ class SpeculationConfig:
     )
     ngram_min: int = option(2, "Shortest match that the n-gram proposer follows.", unit="tokens", low=1, high=64)
     ngram_max: int = option(5, "Longest match that the n-gram proposer looks for.", unit="tokens", low=1, high=64)
+    corpora_tokens: int = option(
+        1 << 20,
+        "Most tokens of all corpora of `specd ctl corpora` together, 16 bytes each; 0: none are taken.",
+        unit="tokens",
+        low=0,
+        high=1 << 28,
+    )
     self_check: bool = option(True, "Generate 32 tokens at start and report the drafter's acceptance.")
     threshold: float = option(
         0.3, "acceptance = threshold: least score of the drafts that are kept.", low=0.0, high=1.0
@@ -165,6 +195,27 @@ class SamplingConfig:
     repetition_penalty: float | None = option(None, "1 is off.", low=0.01, high=10.0, reloadable=True)
     max_tokens: int | None = option(
         None, "Output length of requests that give none.", unit="tokens", low=1, high=1 << 24, reloadable=True
+    )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ChatConfig:
+    """How chats are written for the model, and what is read out of its answers."""
+
+    tools: Literal["auto", "template", "hermes", "refuse"] = option(
+        "auto",
+        "How a prompt tells of `tools`: template (the chat template does), hermes (a block in the system message that "
+        "asks for <tool_call>, for templates without tools or of another format), auto (template where it reads tools, "
+        "else hermes), or refuse.",
+        reloadable=True,
+    )
+    reasoning: Literal["auto", "think", "off"] = option(
+        "auto",
+        "Whether <think>...</think> at the beginning of an answer is told apart; auto: where the chat template has it.",
+        reloadable=True,
+    )
+    reasoning_field: Literal["reasoning_content", "reasoning"] = option(
+        "reasoning_content", "Name of the thinking in messages and deltas.", reloadable=True
     )
 
 
@@ -302,10 +353,12 @@ class Config:
     model: ModelConfig = ModelConfig()
     speculation: SpeculationConfig = SpeculationConfig()
     sampling: SamplingConfig = SamplingConfig()
+    chat: ChatConfig = ChatConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     kv: KVConfig = KVConfig()
     admin: AdminConfig = AdminConfig()
     log: LogConfig = LogConfig()
+    telemetry: TelemetryConfig = dataclasses.field(default_factory=TelemetryConfig)
 
 
 def admin_socket_path(socket: str, env: Mapping[str, str]) -> Path:

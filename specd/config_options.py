@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import urllib.parse
 from collections.abc import Callable
 from typing import Any
 
@@ -82,7 +83,28 @@ def check_names(value: tuple[str, ...]) -> None:
             raise ConfigError("holds an empty name")
 
 
+def check_host_names(value: tuple[str, ...]) -> None:
+    for name in value:
+        if re.fullmatch(r"[A-Za-z0-9-]+(\.[A-Za-z0-9-]+)*", name) is None:
+            raise ConfigError(f"{name!r} is not a host's name; write it without scheme, port or path")
+
+
 def check_origins(value: tuple[str, ...]) -> None:
     for origin in value:
         if origin != "*" and re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s]+", origin) is None:
             raise ConfigError(f"{origin!r} is not an origin; write scheme://host[:port] without a path, or *")
+
+
+def check_endpoint(value: str) -> None:
+    try:
+        parts = urllib.parse.urlsplit(value)
+        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is none
+        usable = False
+    if not usable:
+        raise ConfigError(f"{value!r} is not an address; write http://host:port/path or https://...")
+
+
+def check_service_name(value: str) -> None:
+    if not value.strip():
+        raise ConfigError("an empty name; give what collectors are to call this server")

@@ -23,7 +23,7 @@ from collections.abc import Awaitable, Callable, Iterator
 import aiohttp.web
 
 from specd.config import LOSSY_ACCEPTANCE, Config, admin_socket_path
-from specd.listeners import address_of, bind, is_loopback, loading_site
+from specd.listeners import address_of, bind, is_loopback, loading_site, local_only, notice_lost_peers
 from specd.log import get_logger
 from specd.models import fetch
 from specd.operation import Operation
@@ -34,6 +34,8 @@ from specd.server.admin.peers import Levels
 from specd.server.admin.sockets import bind_admin_socket
 from specd.server.app import METRICS_KEY, RECONFIGURE_KEY, create_app, create_runner
 from specd.server.auth import ApiKeys
+from specd.server.load_metrics import ReloadCollector
+from specd.server.spans import check_telemetry
 from specd.signals import Signals, StopSignal
 from specd.status import EngineInfo, EngineState, EngineStats
 from specd.supervision import PERIOD_S, DaemonEngine, notify
@@ -80,11 +82,13 @@ async def serve(
     activated = listen_sockets(os.environ)
     keys = ApiKeys.configured(config.server.api_keys_file)  # a bad file is reported now, not after the model is loaded
     levels = Levels.configured(config.admin)
+    check_telemetry(config.telemetry)
     signals = Signals(config.server.drain_timeout_s)
     with signals.handled() as stop, contextlib.ExitStack() as stack:
         listeners = activated.get("http") or [bind(config.server.host, config.server.port)]
         for listener in listeners:
             stack.enter_context(listener)
+        _tune(listeners, config)
         _warn_of_strangers(listeners, config)
         admin = activated.get("admin", []) if config.admin.enabled else []
         if config.admin.enabled and not admin:
@@ -96,6 +100,11 @@ async def serve(
         reloader = Reloader(config, reread or (lambda: reloader.config))
         operation = Operation(engine, reloader, signals, notifier, keys=keys, levels=levels)
         return await _run(operation, listeners, admin)
+
+
+def _tune(listeners: list[socket.socket], config: Config) -> None:
+    for listener in listeners:
+        notice_lost_peers(listener, slow_client_s=config.server.slow_client_timeout_s)
 
 
 def _warn_of_strangers(listeners: list[socket.socket], config: Config) -> None:
@@ -164,7 +173,8 @@ async def _run(operation: Operation, listeners: list[socket.socket], admin: list
     async with contextlib.AsyncExitStack() as engine_stack, contextlib.AsyncExitStack() as stack:
         engine_stack.push_async_callback(engine.close)
         await stack.enter_async_context(operation.lag.measured())
-        app = create_app(engine, operation.reloader.config, keys=operation.keys)
+        app = create_app(engine, operation.reloader.config, keys=operation.keys, local=local_only(listeners))
+        app[METRICS_KEY].registry.register(ReloadCollector(operation.reloader))
         operation.lag.observers.append(app[METRICS_KEY].loop_lag.observe)
         await _start(create_runner(app, shutdown_timeout_s=_LAST_BYTES_S), listeners, stack)
         control = create_admin_app(operation.console)
@@ -178,7 +188,8 @@ async def _run(operation: Operation, listeners: list[socket.socket], admin: list
             log.warning("lossy_acceptance", acceptance=engine.info.acceptance, advice="exact and ratio are lossless")
         log.info("became_ready", model=engine.info.model, drafter=engine.info.drafter, addresses=addresses)
         notify(operation.notifier, "READY=1")
-        operation.begin((*app[RECONFIGURE_KEY], functools.partial(_warn_of_strangers, listeners)))
+        heed = (functools.partial(take, listeners) for take in (_tune, _warn_of_strangers))
+        operation.begin((*app[RECONFIGURE_KEY], *heed))
         failed = await supervisor.watch()
         finished = not failed and await supervisor.drain()
         failed = failed or engine.stats().state is EngineState.FAILED  # while it drained

@@ -26,6 +26,7 @@ def join(deltas: Sequence[SequenceDelta]) -> SequenceDelta:
         text="".join(delta.text for delta in deltas),
         logprobs=tuple(itertools.chain.from_iterable(parts)) if parts else None,
         origins=tuple(itertools.chain.from_iterable(delta.origins for delta in deltas)),
+        drafts=tuple(itertools.chain.from_iterable(delta.drafts for delta in deltas)),
         prompt_logprobs=next((d.prompt_logprobs for d in deltas if d.prompt_logprobs is not None), None),
     )
 

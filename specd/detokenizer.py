@@ -42,10 +42,10 @@ class SizedTokenBytes(TokenBytes, Protocol):
 class PaddedTokens:
     """Bytes of every id that a model can emit: a head may be padded past the vocabulary, and padding has no text."""
 
-    def __init__(self, tokenizer: SizedTokenBytes, *, keep_space: bool = False) -> None:
-        """keep_space: also of the first word, because a grammar asked for it."""
+    def __init__(self, tokenizer: SizedTokenBytes, *, keep_space: bool = False, shown: Collection[int] = ()) -> None:
+        """keep_space: also of the first word, because a grammar asked for it. shown: special tokens that are text."""
         self._tokenizer = tokenizer
-        self.special_ids = tokenizer.special_ids
+        self.special_ids = frozenset(tokenizer.special_ids).difference(shown)
         self.leading_space = LeadingSpace.KEEP if keep_space else tokenizer.leading_space
 
     def token_bytes(self, token_id: int) -> bytes:

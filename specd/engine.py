@@ -15,6 +15,7 @@ from typing import Any
 from specd.admission import Admission
 from specd.assembly import Parts, assemble
 from specd.config import Config, SchedulerConfig
+from specd.corpora import Corpora
 from specd.deadlines import Deadlines, before_first_token
 from specd.deltas import TokenStream
 from specd.device import Device
@@ -24,17 +25,17 @@ from specd.pages import BlockKeys
 from specd.pipeline.counters import Counters
 from specd.pipeline.length_override import LengthOverride
 from specd.pipeline.loop import Pipeline
-from specd.proposers.choose import proposers_of
 from specd.request import FinishReason, Request, SequenceDelta
 from specd.selfcheck import self_check, warm_up
 from specd.sequence import Phase, Sequence
-from specd.snapshot import kv_status, live_sequences, request_detail, request_status
+from specd.snapshot import kv_status, live_sequences, page_map, request_detail, request_status
 from specd.status import (
     EngineInfo,
     EngineState,
     EngineStats,
     KVStatus,
     LengthPolicy,
+    PageMap,
     RequestDetail,
     RequestStatus,
 )
@@ -59,6 +60,7 @@ class Engine:
     def __init__(self, parts: Parts) -> None:
         self.info: EngineInfo = parts.info
         self.tokenizer: Tokenizer = parts.tokenizer
+        self.corpora: Corpora = parts.corpora
         self._parts = parts
         self._scheduler = parts.scheduler
         self._limits = parts.config.scheduler
@@ -182,11 +184,12 @@ class Engine:
             )
 
     def _sequence(self, request: Request, index: int) -> Sequence:
-        wish, grammar = request.speculation, request.sampling.grammar
+        parts, wish, grammar = self._parts, request.speculation, request.sampling.grammar
         max_draft = self.info.max_draft if wish.max_draft is None else min(wish.max_draft, self.info.max_draft)
         if wish.mode == "off":
             max_draft = 0
         traits = self._scheduler.traits
+        matcher = None if grammar is None else parts.grammars.matcher(grammar)
         return Sequence(
             request,
             index,
@@ -195,7 +198,8 @@ class Engine:
             max_draft=max_draft,
             histogram_len=self.info.max_draft + 1,
             detokenizer=Detokenizer(
-                PaddedTokens(self.tokenizer, keep_space=grammar is not None), request.sampling.skip_special_tokens
+                PaddedTokens(self.tokenizer, keep_space=grammar is not None, shown=request.sampling.shown_special_ids),
+                request.sampling.skip_special_tokens,
             ),
             keys=BlockKeys(
                 secret=self._secret,
@@ -203,10 +207,8 @@ class Engine:
                 page_size=self.info.page_size,
                 lookahead=traits is not None and traits.shifted,
             ),
-            proposers=proposers_of(request, self._parts.config.speculation, uses_ngram=self._parts.uses_ngram)
-            if max_draft
-            else (),
-            grammar=None if grammar is None else self._parts.grammars.matcher(grammar),
+            proposers=parts.proposers(request, matcher) if max_draft else (),
+            grammar=matcher,
         )
 
     def _publish(self, deltas: list[SequenceDelta]) -> None:
@@ -383,6 +385,9 @@ class Engine:
             prompt_tokens=counters.prompt_tokens,
             cached_tokens=counters.cached_tokens,
         )
+
+    def page_map(self) -> PageMap:
+        return page_map(self._scheduler.pool)
 
     def trace(self, seconds: float) -> dict[str, Any]:
         """Chrome trace JSON of the last `seconds`."""

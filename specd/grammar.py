@@ -19,6 +19,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -47,6 +48,7 @@ log = get_logger(__name__)
 _CACHE_BYTES = 256 << 20
 _MAX_WAITING = 64  # grammars to compile; each takes 2 s of one core at most
 _MAX_REFUSED = 64  # of at most 64 KiB each
+_QUICK_S = 0.004  # of processor time for what is asked between two steps
 _INVALID = {"json_schema": "invalid_schema", "regex": "invalid_regex", "choice": "invalid_choice"}
 
 
@@ -59,6 +61,7 @@ class GrammarMatcher:
         self._eos_ids = eos_ids
         self._matcher = start.deep_copy()
         self._consumed: list[int] = []
+        self._quick = True
         self.failure: SpecdError | None = None  # why there are no masks any more
 
     def fill(self, drafts: list[int], words: Words) -> None:
@@ -87,6 +90,30 @@ class GrammarMatcher:
         if not self._matcher.consume_token(token):
             raise GrammarError(f"the grammar does not allow the token {token} here: {self._matcher.get_error()}")
         self._consumed.append(token)
+
+    def forced(self) -> list[int]:
+        """Tokens that spell the only bytes that can follow; a draft of them is right unless others spell the same.
+
+        None, and all tokens from `num_allowed`, once the grammar was slow to tell: the event loop waits for both.
+        """
+        with self._hurried() as usable:
+            return self._matcher.compute_ff_tokens() if usable else []
+
+    def num_allowed(self, tokens: list[int]) -> int:
+        """How many of them the grammar allows to follow. Moves nothing."""
+        with self._hurried() as usable:
+            return self._matcher.validate_tokens(tokens) if usable else len(tokens)
+
+    @contextlib.contextmanager
+    def _hurried(self) -> Iterator[bool]:
+        """Whether to ask the matcher between two steps; what is asked inside decides about the next time."""
+        usable = self._quick and self.failure is None and not self._matcher.is_error()
+        start_s = time.thread_time()
+        yield usable
+        self._quick = self._quick and time.thread_time() - start_s < _QUICK_S
+        if usable and self._matcher.is_error():
+            self._quick = False
+            self._restore()
 
     def fail(self, words: Words, failure: SpecdError) -> None:
         """Ends the sequence: words [K + 1, W] of its block allow nothing."""

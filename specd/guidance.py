@@ -10,19 +10,35 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 
+from specd import one_of
 from specd.request import GrammarKind
+
+if TYPE_CHECKING:
+    from llguidance._lib import JsonCompileOptions
 
 Encode = Callable[[str], Sequence[int] | None]  # text -> ids of ordinary tokens; None: it has no canonical ones
 
+_ONE_OF = "oneOf constraints are not supported"  # llguidance's words (1.9)
 # Earley items of one mask: llguidance's default of 50,000 lets one take 1.6 s (2,500 alternative rules).
 _MAX_STEP_ITEMS = 5_000
 _MAX_LEXER_STATES = 20_000  # 1-2 KB each; the default is 250,000
 # A JSON text may have any amount of white space between its tokens. A model that is forced into JSON likes to stay
 # there for ever, so a run of it is bounded.
 _WHITE_SPACE = r"[\x20\x0A\x0D\x09]{1,32}"
+# How JSON is written and its schemas are read. They override an "x-guidance" in a client's schema, which could make
+# llguidance ignore what it does not know.
+JSON_OPTIONS: JsonCompileOptions = {
+    "lenient": False,
+    "coerce_one_of": False,
+    "whitespace_flexible": True,
+    "whitespace_pattern": _WHITE_SPACE,
+    "item_separator": ",",
+    "key_separator": ":",
+}
 
 
 class _Vocabulary:
@@ -63,8 +79,24 @@ def compile_matcher(tokenizer: LLTokenizer, kind: GrammarKind, text: str) -> LLM
     """A matcher at the grammar's beginning. ValueError, with what is wrong, when it is no grammar or too complex."""
     matcher = LLMatcher(tokenizer, _source(kind, text), log_level=0, limits=limits())
     if matcher.is_error():
-        raise ValueError(error_of(matcher))
+        error = error_of(matcher)
+        raise ValueError(_one_of_error(tokenizer, text) if kind == "json_schema" and _ONE_OF in error else error)
     return matcher
+
+
+def _one_of_error(tokenizer: LLTokenizer, text: str) -> str:
+    """Which `oneOf` of a schema cannot be told to be an `anyOf`: the first one that fails by itself."""
+    paths = []
+    for path, schema in one_of.alone(text):
+        matcher = LLMatcher(tokenizer, _source("json_schema", schema), log_level=0, limits=limits())
+        paths.append(path)
+        if matcher.is_error() and _ONE_OF in error_of(matcher):
+            paths = [path]
+            break
+    return (
+        f"{' or '.join(paths)}: its branches are not known to exclude each other; tell them apart by type, by const or "
+        "enum, or by a required property with a const of its own in each, or use anyOf"
+    )
 
 
 def check_beginning(matcher: LLMatcher) -> None:
@@ -86,18 +118,7 @@ def limits() -> LLParserLimits:
 def _source(kind: GrammarKind, text: str) -> str:
     if kind != "json_schema":
         return grammar_from(kind, text)
-    # Overrides, so that an "x-guidance" in a client's schema cannot make llguidance ignore what it does not know.
-    return LLMatcher.grammar_from_json_schema(
-        text,
-        overrides={
-            "lenient": False,
-            "coerce_one_of": False,
-            "whitespace_flexible": True,
-            "whitespace_pattern": _WHITE_SPACE,
-            "item_separator": ",",
-            "key_separator": ":",
-        },
-    )
+    return LLMatcher.grammar_from_json_schema(one_of.settled(text), overrides=JSON_OPTIONS)
 
 
 def too_complex(message: str) -> bool:

@@ -6,7 +6,7 @@ import contextlib
 import errno
 import ipaddress
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 
 import aiohttp.web
 import orjson
@@ -14,6 +14,9 @@ import orjson
 from specd.errors import AddressInUseError, ConfigError
 
 _BACKLOG = 1024
+# A connection of which nothing is heard for a minute is probed; after three probes without an answer it is gone.
+_PROBE_AFTER_S, _PROBE_EVERY_S, _PROBES = 60, 15, 3
+_LEAST_UNREAD_S = 60
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -59,12 +62,37 @@ def _cannot_listen(host: str, port: int, error: OSError) -> AddressInUseError | 
     return kind(f"cannot listen on {host} port {port}: {error.strerror}; change --host or --port")
 
 
+def notice_lost_peers(listener: socket.socket, *, slow_client_s: float) -> None:
+    """Connections that it accepts from now on end by themselves when their other end is gone.
+
+    Idle ones by keep-alive probes; ones with data on the way when it was not taken for twice as long as a slow client
+    may take: so long as a client is only slow it is the server that ends its stream, and says so.
+    """
+    if listener.family not in (socket.AF_INET, socket.AF_INET6):
+        return
+    unread_s = max(2 * slow_client_s, _LEAST_UNREAD_S)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (
+        (socket.TCP_KEEPIDLE, _PROBE_AFTER_S),
+        (socket.TCP_KEEPINTVL, _PROBE_EVERY_S),
+        (socket.TCP_KEEPCNT, _PROBES),
+        (socket.TCP_USER_TIMEOUT, int(unread_s * 1000)),
+    ):
+        listener.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
 def is_loopback(host: str) -> bool:
     """Whether only this machine can connect to `host` (an address, or the name localhost)."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def local_only(listeners: Iterable[socket.socket]) -> bool:
+    """Whether only this machine can connect to any of them."""
+    inet = [listener for listener in listeners if listener.family != socket.AF_UNIX]
+    return all(is_loopback(listener.getsockname()[0]) for listener in inet)
 
 
 def address_of(listener: socket.socket) -> str:

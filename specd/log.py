@@ -50,6 +50,8 @@ def configure(level: str = "info", format: Literal["auto", "json", "console"] = 
         processors.append(
             structlog.dev.ConsoleRenderer(colors=stream.isatty(), timestamp_key="ts", exception_formatter=plain)
         )
+        if _in_journal(stream):
+            processors.append(_prefix_lines)
         factory: Any = structlog.PrintLoggerFactory(cast("TextIO", _Unfailing(stream)))
     else:
         processors += [structlog.processors.format_exc_info, _render_journal if _in_journal(stream) else _render]
@@ -76,6 +78,12 @@ def _render(logger: Any, method: str, event: structlog.typing.EventDict) -> byte
 def _render_journal(logger: Any, method: str, event: structlog.typing.EventDict) -> bytes:
     prefix = _PRIORITIES.get(str(event.get("level")), b"<6>")
     return prefix + _render(logger, method, event)
+
+
+def _prefix_lines(logger: Any, method: str, text: Any) -> str:
+    """The journal makes an entry of each line, of a traceback too."""
+    prefix = _PRIORITIES.get("error" if method == "exception" else method, b"<6>").decode()
+    return "\n".join(prefix + line for line in str(text).splitlines())
 
 
 def _in_journal(stream: TextIO) -> bool:

@@ -143,6 +143,10 @@ class PagePool:
     def refs(self, page: int) -> int:
         return self._pages[page].refs
 
+    def occupancy(self) -> tuple[list[int], list[int]]:
+        """How many own each page, by page; and the pages that are nobody's but hold a reusable prefix."""
+        return [record.refs for record in self._pages], list(self._cached)
+
     def flush(self) -> None:
         """Forgets every cached page that nobody owns."""
         while self._cached:

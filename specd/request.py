@@ -23,14 +23,17 @@ class FinishReason(enum.StrEnum):
 class TokenOrigin(enum.StrEnum):
     """Where an emitted token came from.
 
-    DRAFT, NGRAM and PREDICTION were proposed and kept; TARGET is the target's own token (plain decoding, or the one
-    that replaced a rejected draft); BONUS is the target's token after every draft of the step was kept.
+    DRAFT, NGRAM, PREDICTION, CORPUS and GRAMMAR were proposed and kept; TARGET is the target's own token (plain
+    decoding, or the one that replaced a rejected draft); BONUS is the target's token after every draft of the step was
+    kept.
     """
 
     TARGET = "t"
     DRAFT = "d"
     NGRAM = "n"
     PREDICTION = "p"
+    CORPUS = "c"
+    GRAMMAR = "g"
     BONUS = "b"
 
 
@@ -73,6 +76,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    shown_special_ids: tuple[int, ...] = ()  # special tokens that are text all the same: the server looks for them
     logprobs: int | None = None  # None = off, 0 = the chosen token alone, n = and the n most likely
     prompt_logprobs: int | None = None  # the same of the prompt's own tokens; the first has none
     grammar: Grammar | None = None
@@ -126,6 +130,14 @@ class TokenLogprob:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class DraftedToken:
+    """What was proposed where an emitted token stands: that token itself, or the one that was rejected there."""
+
+    token_id: int
+    prob: float  # under the drafter, before temperature and filters; 1 when a proposer was certain
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class SequenceStats:
     """What one choice cost; complete on its last delta."""
 
@@ -161,6 +173,7 @@ class SequenceDelta:
     text: str = ""
     logprobs: tuple[TokenLogprob, ...] | None = None  # one per token id when asked for
     origins: tuple[tuple[TokenOrigin, int, int], ...] = ()  # (origin, step, position in the block) per token id
+    drafts: tuple[DraftedToken | None, ...] = ()  # one per token id with detail "tokens"
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None  # the stop string or stop token id that ended it; None for eos and length
     prompt_logprobs: tuple[TokenLogprob, ...] | None = None  # of prompt tokens 1.., with the first token

@@ -9,9 +9,10 @@ from specd.pages import PagePool
 from specd.pipeline.schedule import Scheduler
 from specd.request import Request
 from specd.sequence import Sequence
-from specd.status import EngineInfo, KVStatus, RequestDetail, RequestStatus
+from specd.status import EngineInfo, KVStatus, PageMap, RequestDetail, RequestStatus
 
 _USER_TEXT = ("stop", "logit_bias", "bad_words_ids", "allowed_token_ids")  # of SamplingParams; shown as counts
+_MOST_CELLS = 512  # of a page map
 
 
 def live_sequences(scheduler: Scheduler) -> tuple[Sequence, ...]:
@@ -53,6 +54,16 @@ def _params(request: Request) -> dict[str, object]:
     if (grammar := request.sampling.grammar) is not None:
         params["grammar"] = {"kind": grammar.kind, "length": len(grammar.text)}
     return {"n": request.n, **params, "speculation": dataclasses.asdict(request.speculation)}
+
+
+def page_map(pool: PagePool) -> PageMap:
+    """A picture of the pool with a bounded number of cells, each for pages that are neighbours."""
+    refs, cached = pool.occupancy()
+    size = max(1, -(-pool.num_pages // _MOST_CELLS))
+    most = [max(refs[first : first + size]) for first in range(0, pool.num_pages, size)]
+    with_prefix = {page // size for page in cached}
+    cells = ("s" if m > 1 else "u" if m else "c" if i in with_prefix else "." for i, m in enumerate(most))
+    return PageMap(size, "".join(cells))
 
 
 def kv_status(info: EngineInfo, pool: PagePool, *, prompt_tokens: int, cached_tokens: int) -> KVStatus:

@@ -105,7 +105,7 @@ class StepRecord:
     """One step of one sequence that emitted tokens."""
 
     step: int
-    source: str  # who proposed: none, drafter, ngram, prediction
+    source: str  # who proposed: none, drafter, ngram, prediction, corpus, grammar
     drafted: int
     emitted: int  # kept drafts and the target's own token
 
@@ -123,6 +123,14 @@ class KVStatus:
     shared: int  # of the owned ones: by several sequences
     prompt_tokens: int  # since the start: asked for ...
     cached_tokens: int  # ... and found in the prefix cache
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PageMap:
+    """The pool in the order of page ids: one character for `cell_pages` pages, the state of the busiest of them."""
+
+    cell_pages: int
+    cells: str  # "." holds nothing, "c" cached, "u" one sequence's, "s" shared by several
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

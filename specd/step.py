@@ -39,6 +39,8 @@ class DraftSource(enum.IntEnum):
     DRAFTER = 1  # the engine's drafter: tokens appear on the device
     NGRAM = 2
     PREDICTION = 3
+    CORPUS = 4
+    GRAMMAR = 5
 
     @property
     def origin(self) -> TokenOrigin:
@@ -50,6 +52,8 @@ _ORIGINS = {
     DraftSource.DRAFTER: TokenOrigin.DRAFT,
     DraftSource.NGRAM: TokenOrigin.NGRAM,
     DraftSource.PREDICTION: TokenOrigin.PREDICTION,
+    DraftSource.CORPUS: TokenOrigin.CORPUS,
+    DraftSource.GRAMMAR: TokenOrigin.GRAMMAR,
 }
 
 
@@ -109,6 +113,7 @@ class RowSampling:
     prompt_ids: I32 | None = None  # distinct prompt ids, for the repetition penalty
     tail: tuple[int, ...] = ()  # last tokens before `position`, for bad words longer than one token
     grammar: GrammarMatcher | None = None  # the sequence's own, which stands still until the step's report is there
+    tells_drafts: bool = False  # the drafter's probabilities of its drafts are reported
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -263,6 +268,7 @@ class AcceptanceReport:
     top_ids: I32 | None = None  # [B, K + 1, N]
     top_logprobs: F32 | None = None  # [B, K + 1, N]
     prompt: PromptReport | None = None
+    draft_probs: F32 | None = None  # [B, K] `DraftTokens.confidence`
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

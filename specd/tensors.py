@@ -130,6 +130,7 @@ class DraftTokens:
     tokens: torch.Tensor  # i64[B, K], -1 where nothing was drafted
     probs: torch.Tensor | None = None  # f32[B, K, V]
     tree: TokenTree | None = None
+    confidence: torch.Tensor | None = None  # f32[B, K] raw probability under the drafter: for people, no rule reads it
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import itertools
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -41,7 +42,9 @@ class Timeline:
     def spans(self, seconds: float | None = None) -> list[Span]:
         """Spans that ended within the last `seconds`, oldest first."""
         since = 0 if seconds is None else time.perf_counter_ns() - int(seconds * 1e9)
-        return [span for span in self._spans.copy() if span.end_ns >= since]
+        # They are recorded as they end: from the newest one back, the first that is too old is followed by older ones.
+        found = list(itertools.takewhile(lambda span: span.end_ns >= since, reversed(self._spans.copy())))
+        return found[::-1]
 
     def chrome_trace(self, seconds: float | None = None) -> dict[str, Any]:
         """The Trace Event Format: one complete event ("X") a span, microseconds, one thread a track."""

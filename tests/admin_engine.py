@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 
+from specd.corpora import Corpora
 from specd.errors import SpecdError
 from specd.request import Request, SamplingParams
 from specd.status import EngineState, EngineStats
@@ -20,6 +21,7 @@ class Engine(fake_engine.FakeEngine, Controls):
     def __init__(self) -> None:
         fake_engine.FakeEngine.__init__(self)
         self.errors = []
+        self.corpora = Corpora(self.tokenizer, vocab_size=self.info.vocab_size, max_tokens=1000)
         self.idle = asyncio.Event()
         self.idle.set()
 

@@ -45,6 +45,7 @@ class Recorder:
     """A proposer that notes what it is shown."""
 
     source = DraftSource.NGRAM
+    tally = None
 
     def __init__(self) -> None:
         self.tokens: list[int] = []

@@ -16,9 +16,18 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 
 from specd.errors import NonFiniteLogitsError
-from specd.request import FinishReason, Grammar, Request, SequenceDelta, SequenceStats, TokenLogprob, TokenOrigin
-from specd.status import EngineInfo, EngineState, EngineStats, RequestStatus
-from specd.text import Detokenizer, StopMatcher, Tokenizer
+from specd.request import (
+    DraftedToken,
+    FinishReason,
+    Grammar,
+    Request,
+    SequenceDelta,
+    SequenceStats,
+    TokenLogprob,
+    TokenOrigin,
+)
+from specd.status import EngineInfo, EngineState, EngineStats, PageMap, RequestStatus
+from specd.text import Detokenizer, PaddedTokens, StopMatcher, Tokenizer
 
 SPECIAL = ("<|bos|>", "<|im_start|>", "<|im_end|>")
 MAX_DRAFT = 4
@@ -200,6 +209,9 @@ class FakeEngine:
             for name, request in self.live.items()
         ]
 
+    def page_map(self) -> PageMap:
+        return PageMap(1, "uscc" + "." * 252)
+
     def trace(self, seconds: float) -> dict[str, Any]:
         return {"traceEvents": [], "seconds": seconds}
 
@@ -208,7 +220,8 @@ def say(request: Request, index: int, script: Script, tokenizer: Tokenizer) -> I
     """One delta per token, until eos, a stop or the cap: what the commit loop of the real engine does."""
     params = request.sampling
     ids = tokenizer.encode(script.text(request, index), add_special=False)
-    detokenizer = Detokenizer(tokenizer, params.skip_special_tokens)
+    tokens = PaddedTokens(tokenizer, shown=params.shown_special_ids)
+    detokenizer = Detokenizer(tokens, params.skip_special_tokens)
     matcher = StopMatcher(params.stop, params.include_stop_str_in_output)
     finish: FinishReason | None
     reason: str | int | None
@@ -231,6 +244,9 @@ def say(request: Request, index: int, script: Script, tokenizer: Tokenizer) -> I
             text=text,
             logprobs=_logprobs(token, params.logprobs, tokenizer),
             origins=((TokenOrigin.DRAFT if count % 2 else TokenOrigin.TARGET, count, 0),),
+            drafts=(DraftedToken(token, 0.75) if count % 2 else DraftedToken(104, 0.25),)
+            if request.speculation.detail == "tokens"
+            else (),
             finish_reason=finish,
             stop_reason=reason,
             prompt_logprobs=_prompt_logprobs(request, tokenizer) if count == 1 else None,
@@ -294,5 +310,6 @@ def join(block: Sequence[SequenceDelta]) -> SequenceDelta:
         text="".join(delta.text for delta in block),
         logprobs=None if last.logprobs is None else tuple(item for delta in block for item in delta.logprobs or ()),
         origins=tuple(origin for delta in block for origin in delta.origins),
+        drafts=tuple(draft for delta in block for draft in delta.drafts),
         prompt_logprobs=block[0].prompt_logprobs,
     )

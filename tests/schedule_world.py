@@ -64,6 +64,7 @@ class Guesser:
     """A proposer that knows what the target will say and errs at random."""
 
     source = DraftSource.NGRAM
+    tally = None
 
     def __init__(self, world: World) -> None:
         self.world = world

@@ -207,7 +207,8 @@ def test_admin_socket_path(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_every_setting_is_described_and_its_default_is_allowed() -> None:
     assert [field.name for field in dataclasses.fields(Config)] == [
-        "server", "model", "speculation", "sampling", "scheduler", "kv", "admin", "log",
+        "server", "model", "speculation", "sampling", "chat", "scheduler", "kv", "admin", "log",
+        "telemetry",
     ]  # fmt: skip
     for option in options():
         meta = option.field.metadata

@@ -114,12 +114,10 @@ import asyncio, sys, time
 from specd import cli
 from specd.commands import serve
 
-real = serve.serve
-
 async def load(config):
     await asyncio.to_thread(time.sleep, 300)
 
-serve.serve = lambda config, **more: real(config, create_engine=load, **more)
+serve.load_serving_engine = load
 sys.exit(cli.main(sys.argv[1:]))
 """
 

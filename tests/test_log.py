@@ -90,16 +90,24 @@ def test_levels(monkeypatch: pytest.MonkeyPatch) -> None:
     assert orjson.loads(stream.text)["event"] == "b"
 
 
-def test_the_journal_gets_priorities(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("format", ["auto", "console"])
+def test_the_journal_gets_priorities(monkeypatch: pytest.MonkeyPatch, format: Any) -> None:
     read, write = os.pipe()
     stat = os.fstat(write)
     monkeypatch.setenv("JOURNAL_STREAM", f"{stat.st_dev}:{stat.st_ino}")
     with os.fdopen(write, "w") as stream:
         monkeypatch.setattr(sys, "stderr", stream)
-        log.configure("info", "auto")
-        log.get_logger("x").warning("a")
+        log.configure("info", format)
+        log.get_logger("x").warning("something_happened")
+        try:
+            raise ValueError("broken")
+        except ValueError:
+            log.get_logger("x").exception("step_failed")
     with os.fdopen(read, "rb") as reader:
-        assert reader.read().startswith(b'<4>{"ts"')
+        first, *rest = reader.read().splitlines()
+    assert first.startswith(b'<4>{"ts"' if format == "auto" else b"<4>2")
+    assert rest
+    assert all(line.startswith(b"<3>") for line in rest), "the lines of a traceback too"
     configured(monkeypatch, "info").close()  # a stream without a descriptor is not the journal
 
 

@@ -76,7 +76,7 @@ async def test_errors_become_exceptions() -> None:
         )  # fmt: skip
         with pytest.raises(openai.NotFoundError):
             await sdk.chat.completions.create(model="gpt-4", messages=MESSAGES)
-        tool: Any = {"type": "function", "function": {"name": "f", "parameters": {}}}
+        tool: Any = {"type": "custom", "custom": {"name": "f"}}
         with pytest.raises(openai.BadRequestError, match="tools"):
             await sdk.chat.completions.create(model="tiny", messages=MESSAGES, tools=[tool])
     async with serve(FakeEngine(Script(refuse=QueueFullError("full")))) as client, connect(client) as sdk:

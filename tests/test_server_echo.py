@@ -11,8 +11,9 @@ import pytest
 from specd.errors import QueueFullError
 from specd.request import Request, TokenLogprob
 from specd.server import echo as module
+from specd.server import sse
 from specd.server.echo import Echo, echo_of
-from specd.server.responses import ResponseWriter
+from specd.server.responses import ChoiceText, ResponseWriter
 from specd.text import Tokenizer
 from tests.fake_engine import FakeEngine, Script, byte_tokenizer
 from tests.http_server import Reply, serve
@@ -154,3 +155,33 @@ def test_a_hidden_bos_is_a_token_without_text() -> None:
     assert (written.text, written.offsets) == (bos + "he", (0, len(bos)))
     ids = echo_of(None, tokenizer.encode("he"), tokenizer)
     assert (ids.text, ids.offsets) == (bos + "he", (0, len(bos)))
+
+
+@pytest.mark.parametrize("fields", [{}, {"logprobs": 1}, {"logprobs": 0, "max_tokens": 0}])
+async def test_a_long_prompt_comes_in_several_chunks_that_say_the_same(
+    fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sse, "_ECHO_TOKENS", 4)
+    prompt = "<|im_start|>the é of a long prompt"
+    async with serve(FakeEngine(tokenizer=byte_tokenizer(bos=True))) as client:
+        whole = (await client.complete(prompt=prompt, echo=True, seed=1, **fields)).body["choices"][0]
+        reply = await client.complete(prompt=prompt, echo=True, seed=1, stream=True, **fields)
+    text, logprobs, _ = joined(reply)
+    assert text == whole["text"]
+    assert logprobs == (whole["logprobs"] or {})
+    assert sum(bool(choice["text"]) for event in reply.events for choice in event["choices"]) > 5
+
+
+async def test_a_long_scored_prompt_is_written_off_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = []
+    write = sse.StreamEncoder._echo
+
+    def noted(self: sse.StreamEncoder, index: int, choice: ChoiceText) -> bytes:
+        threads.append(threading.current_thread() is threading.main_thread())
+        return write(self, index, choice)
+
+    monkeypatch.setattr(sse.StreamEncoder, "_echo", noted)
+    async with serve(FakeEngine()) as client:
+        for prompt in ("short", "a long one " * 20):
+            await client.complete(prompt=prompt, echo=True, logprobs=1, stream=True)
+    assert threads == [True, False]

@@ -23,7 +23,7 @@ ASKING: dict[str, Any] = {
     "truncate_prompt_tokens": 4, "n_predict": 5, "store": True, "reasoning_effort": "low",
 }  # fmt: skip
 HARMLESS: list[tuple[str, Any]] = [
-    ("tools", []), ("tool_choice", "auto"), ("tool_choice", "none"), ("response_format", {"type": "text"}),
+    ("tools", []), ("response_format", {"type": "text"}),
     ("best_of", 1), ("best_of", 1.0), ("store", False), ("modalities", ["text"]), ("suffix", ""),
     ("functions", []), ("structured_outputs", {}), ("guided_json", None), ("use_beam_search", False),
     ("spaces_between_special_tokens", True), ("length_penalty", 1.0), ("logits_processors", []),
@@ -34,13 +34,14 @@ REFUSED = [(endpoint, name) for endpoint in BOTH for name in ENDPOINT_FIELDS[end
 def test_the_issue_s_refusals_are_in_the_table() -> None:
     """Named in the contract as known but not built."""
     names = (
-        "tools tool_choice guided_json guided_regex guided_choice guided_grammar"
+        "guided_json guided_regex guided_choice guided_grammar"
         " reasoning_effort verbosity suffix best_of store audio modalities web_search_options functions function_call"
         " prompt_logprobs cache_salt"
     )
     for endpoint in BOTH:
         table = ENDPOINT_FIELDS[endpoint]
         assert set(names.split()) <= set(table.unbuilt)
+        assert ({"tools", "tool_choice"} <= set(table.unbuilt)) == (endpoint is Endpoint.COMPLETIONS)
         classes = [set(table.honoured), set(table.inert), set(table.unbuilt)]
         assert sum(map(len, classes)) == len(set.union(*classes)), "a name is in one class only"
 

@@ -50,9 +50,9 @@ async def test_every_family_says_what_it_is() -> None:
 @pytest.mark.parametrize(
     ("drafter", "sources"),
     [
-        ("ngram", {"ngram", "prediction"}),
-        ("lm:draft", {"drafter", "prediction"}),
-        ("layers:4", {"drafter", "prediction"}),
+        ("ngram", {"ngram", "prediction", "corpus", "grammar"}),
+        ("lm:draft", {"drafter", "prediction", "corpus", "grammar"}),
+        ("layers:4", {"drafter", "prediction", "corpus", "grammar"}),
         ("none", set()),
     ],
 )

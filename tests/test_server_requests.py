@@ -172,7 +172,7 @@ BAD_MESSAGES: list[tuple[Any, str, str]] = [
      "messages[0].content[0].type"),
     ([{"role": "user", "content": [{"type": "text"}]}], "missing_parameter", "messages[0].content[0].text"),
     ([{"role": "user", "content": "x"}, {"role": "assistant", "content": "", "tool_calls": [{"id": "c"}]}],
-     "unsupported_parameter", "messages[1].tool_calls"),
+     "missing_parameter", "messages[1].tool_calls[0].function"),
     ([{"role": "user", "content": "x", "name": 3}], "invalid_type", "messages[0].name"),
 ]  # fmt: skip
 

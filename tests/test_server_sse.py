@@ -288,7 +288,9 @@ def test_detail_levels() -> None:
     assert len(detailed["acceptance_histogram"]) == detailed["num_spec_tokens"] + 1
     assert sum(detailed["acceptance_histogram"]) == detailed["num_spec_steps"]
     _, body = metrics_of("tokens")
-    assert [row[1:] for row in body["specd"]["tokens"][:2]] == [["d", 1, 0], ["t", 2, 0]]
+    rejected = TOKENIZER.token_str(104)
+    rows = [row[1:] for row in body["specd"]["tokens"][:2]]
+    assert rows == [["d", 1, 0, 0.75, None], ["t", 2, 0, 0.25, rejected]]
 
 
 def test_failures_are_never_encoded_as_a_finish() -> None:

@@ -140,7 +140,7 @@ def same_request(engine: FakeEngine) -> None:
 @pytest.mark.parametrize(
     ("fields", "code", "param"),
     [
-        ({"tools": [{"type": "function"}]}, "unsupported_parameter", "tools"),
+        ({"tools": [{"type": "web_search"}]}, "unsupported_parameter", "tools[0].type"),
         ({"previous_response_id": "resp_1"}, "unsupported_parameter", "previous_response_id"),
         ({"store": True}, "unsupported_parameter", "store"),
         ({"background": True}, "unsupported_parameter", "background"),
@@ -154,7 +154,7 @@ def same_request(engine: FakeEngine) -> None:
         ({"input": 5}, "invalid_type", "input"),
         ({"input": []}, "out_of_range", "input"),
         ({"input": ["x"]}, "invalid_type", "input[0]"),
-        ({"input": [{"type": "function_call"}]}, "unsupported_parameter", "input[0].type"),
+        ({"input": [{"type": "item_reference"}]}, "unsupported_parameter", "input[0].type"),
         ({"input": [{"role": "tool", "content": "x"}]}, "out_of_range", "input[0].role"),
         ({"input": [{"role": "user"}]}, "missing_parameter", "input[0].content"),
         ({"input": [{"role": "user", "content": 1}]}, "invalid_type", "input[0].content"),
@@ -270,7 +270,7 @@ async def test_a_message_is_the_chat_completion(begun: bool) -> None:
 @pytest.mark.parametrize(
     ("fields", "word"),
     [
-        ({"tools": [{"name": "f"}]}, "tools"),
+        ({"tools": [{"name": "f"}]}, "tools[0].input_schema"),
         ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking"),
         ({"mcp_servers": [{}]}, "mcp_servers"),
         ({"stop": ["a"]}, "stop"),

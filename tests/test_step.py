@@ -200,6 +200,8 @@ def test_sources_have_origins() -> None:
         TokenOrigin.DRAFT,
         TokenOrigin.NGRAM,
         TokenOrigin.PREDICTION,
+        TokenOrigin.CORPUS,
+        TokenOrigin.GRAMMAR,
     ]
 
 

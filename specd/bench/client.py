@@ -1,4 +1,8 @@
-"""One streamed chat completion, measured from outside: what a user of the server sees."""
+"""One streamed chat completion, measured from outside: what a user of the server sees.
+
+A request that fails is of one kind: http.STATUS.CODE (refused), stream.CODE (an error within the stream), connection,
+timeout, cut (the stream ended without [DONE]), not_json, or unfinished (nobody waited for it any more).
+"""
 
 from __future__ import annotations
 
@@ -14,10 +18,15 @@ import orjson
 from specd.bench.prompts import Messages
 from specd.errors import SpecdError
 
+UNFINISHED = "unfinished"
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Sample:
-    """One request. Times are seconds; arrivals are seconds from the send to each chunk that carried text."""
+    """One request. Times are seconds; arrivals are seconds from the start to each chunk that carried text.
+
+    The start is the send, or with a schedule the time at which it was due: late_s before it was sent.
+    """
 
     ok: bool
     speculation: str  # "auto" or "off"
@@ -30,6 +39,9 @@ class Sample:
     num_accepted_tokens: int = 0
     text: str = ""
     error: str = ""
+    kind: str = ""  # of the error
+    retry_after_s: float | None = None  # what a refusal asked for
+    late_s: float = 0.0
 
     @property
     def ttft_s(self) -> float | None:
@@ -74,12 +86,17 @@ class Client:
         except (orjson.JSONDecodeError, LookupError, TypeError) as error:
             raise SpecdError(f"{self._url}/v1/models: not an OpenAI model list") from error
 
-    async def complete(self, body: dict[str, Any], *, speculation: str) -> Sample:
-        """Sends one request; a failure is a Sample with ok = False, so that a run goes on and counts it."""
+    async def complete(self, body: dict[str, Any], *, speculation: str, due: float | None = None) -> Sample:
+        """Sends one request; a failure is a Sample with ok = False, so that a run goes on and counts it.
+
+        due: when it was to be sent (time.perf_counter); its times then count from there.
+        """
         if speculation == "off":
             body = {**body, "speculation": {"mode": "off"}}
-        start = time.perf_counter()
+        now = time.perf_counter()
+        start = now if due is None else due
         stream = _Stream(start)
+        failure: Failure | None
         try:
             async with self._session.post(
                 f"{self._url}/v1/chat/completions",
@@ -87,13 +104,30 @@ class Client:
                 headers={**self._headers, "Content-Type": "application/json"},
                 timeout=self._timeout,
             ) as reply:
-                if reply.status != 200:
-                    error = f"HTTP {reply.status}: {(await reply.text())[:300]}"
-                else:
-                    error = await stream.read(reply.content)
-        except (aiohttp.ClientError, TimeoutError, ConnectionError) as failure:
-            error = _reason(failure)
-        return stream.sample(speculation, error)
+                failure = await stream.read(reply.content) if reply.status == 200 else await _refusal(reply)
+        except TimeoutError as error:
+            failure = Failure("timeout", _reason(error))
+        except (aiohttp.ClientError, ConnectionError) as error:
+            failure = Failure("connection", _reason(error))
+        return stream.sample(speculation, failure, late_s=now - start)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Failure:
+    kind: str
+    text: str
+    retry_after_s: float | None = None
+
+
+async def _refusal(reply: aiohttp.ClientResponse) -> Failure:
+    text = await reply.text(errors="replace")
+    try:
+        code = orjson.loads(text)["error"]["code"]
+    except (orjson.JSONDecodeError, LookupError, TypeError):
+        code = None
+    after = reply.headers.get("Retry-After", "")
+    kind = f"http.{reply.status}" + (f".{code}" if code else "")
+    return Failure(kind, f"HTTP {reply.status}: {text[:300]}", float(after) if after.isdecimal() else None)
 
 
 def _reason(error: Exception) -> str:
@@ -114,36 +148,39 @@ class _Stream:
         self._usage: dict[str, Any] = {}
         self._spec: dict[str, Any] = {}
 
-    async def read(self, lines: AsyncIterable[bytes]) -> str:
-        """Gives the error, "" when the stream was complete: an end without [DONE] is a cut stream."""
+    async def read(self, lines: AsyncIterable[bytes]) -> Failure | None:
+        """None when the stream was complete: an end without [DONE] is a cut stream."""
         async for line in lines:
             if not line.startswith(b"data:"):
                 continue
             data = line[5:].strip()
             if data == b"[DONE]":
-                return ""
+                return None
             try:
-                error = self._event(orjson.loads(data))
+                failure = self._event(orjson.loads(data))
             except orjson.JSONDecodeError:
-                error = f"an event is not JSON: {data[:100]!r}"
-            if error:
-                return error
-        return "the stream ended without [DONE]"
+                failure = Failure("not_json", f"an event is not JSON: {data[:100]!r}")
+            if failure:
+                return failure
+        return Failure("cut", "the stream ended without [DONE]")
 
-    def _event(self, event: dict[str, Any]) -> str:
-        if event.get("error"):
-            return str(event["error"].get("message") or event["error"])
+    def _event(self, event: dict[str, Any]) -> Failure | None:
+        error = event.get("error")
+        if error:
+            code = error.get("code") if isinstance(error, dict) else None
+            text = str((isinstance(error, dict) and error.get("message")) or error)
+            return Failure(f"stream.{code}" if code else "stream", text)
         text = "".join(choice.get("delta", {}).get("content") or "" for choice in event.get("choices") or ())
         if text:
             self._arrivals.append(time.perf_counter() - self._start)
             self._pieces.append(text)
         self._usage = event.get("usage") or self._usage
         self._spec = (event.get("metrics") or {}).get("speculative_decoding") or self._spec
-        return ""
+        return None
 
-    def sample(self, speculation: str, error: str) -> Sample:
+    def sample(self, speculation: str, failure: Failure | None, *, late_s: float) -> Sample:
         return Sample(
-            ok=not error,
+            ok=failure is None,
             speculation=speculation,
             total_s=time.perf_counter() - self._start,
             arrivals=tuple(self._arrivals),
@@ -153,7 +190,10 @@ class _Stream:
             num_draft_tokens=int(self._spec.get("num_draft_tokens", 0)),
             num_accepted_tokens=int(self._spec.get("num_accepted_draft_tokens", 0)),
             text="".join(self._pieces),
-            error=error,
+            error=failure.text if failure else "",
+            kind=failure.kind if failure else "",
+            retry_after_s=failure.retry_after_s if failure else None,
+            late_s=late_s,
         )
 
 

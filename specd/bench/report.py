@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import math
 import os
 import platform
@@ -37,7 +38,9 @@ def summarise(samples: Sequence[Sample], wall_s: float) -> dict[str, Any]:
     return {
         "requests": len(samples),
         "failed": len(samples) - len(good),
+        "errors_by_kind": dict(collections.Counter(sample.kind for sample in samples if not sample.ok)),
         "errors": sorted({sample.error for sample in samples if not sample.ok})[:5],
+        "retry_after_s": _extremes([s.retry_after_s for s in samples if s.retry_after_s is not None]),
         "wall_s": wall_s,
         "prompt_tokens": sum(sample.prompt_tokens for sample in good),
         "completion_tokens": tokens,
@@ -46,6 +49,7 @@ def summarise(samples: Sequence[Sample], wall_s: float) -> dict[str, Any]:
         "ttft_ms": _spread([ttft for sample in good if (ttft := sample.ttft_s) is not None]),
         "itl_ms": _spread([gap for sample in good for gap in sample.gaps_s]),
         "total_ms": _spread([sample.total_s for sample in good]),
+        "late_ms": _spread([sample.late_s for sample in samples]),
         "acceptance_length": 1 + accepted / steps if steps else None,
         "draft_acceptance_rate": accepted / drafted if drafted else None,
         "draft_steps": steps,
@@ -55,6 +59,10 @@ def summarise(samples: Sequence[Sample], wall_s: float) -> dict[str, Any]:
 def _spread(seconds: Sequence[float]) -> dict[str, float | None]:
     values = [1e3 * value for value in seconds]
     return {"p50": percentile(values, 50), "p90": percentile(values, 90), "p99": percentile(values, 99)}
+
+
+def _extremes(values: Sequence[float]) -> dict[str, float] | None:
+    return {"least": min(values), "most": max(values)} if values else None
 
 
 def compare(rounds: Sequence[dict[str, dict[str, Any]]], samples: Sequence[tuple[Sample, Sample]]) -> dict[str, Any]:
@@ -112,7 +120,10 @@ def render(report: dict[str, Any]) -> str:
     """The report for people."""
     lines = [_line(name, summary) for name, summary in report["summary"].items()]
     for summary in report["summary"].values():
+        lines += [f"  {count} failed: {kind}" for kind, count in summary["errors_by_kind"].items()]
         lines += [f"  failed: {error}" for error in summary["errors"]]
+    if "search" in report:
+        lines.append(_search(report["search"]))
     if "compare" in report:
         result = report["compare"]
         lines.append(f"speculation on / off, median of {result['rounds']} rounds (p25 to p75):")
@@ -133,8 +144,40 @@ def _line(name: str, summary: dict[str, Any]) -> str:
         f"{_number(summary['decode_tokens_per_s_p50'])} decoding (p50 of requests)\n"
         f"  TTFT ms              p50 {_number(ttft['p50'])}, p99 {_number(ttft['p99'])}\n"
         f"  ITL ms               p50 {_number(itl['p50'])}, p99 {_number(itl['p99'])}\n"
-        f"  acceptance length    {_number(summary['acceptance_length'])}"
+        f"  acceptance length    {_number(summary['acceptance_length'])}" + _goodput(summary)
     )
+
+
+def _goodput(summary: dict[str, Any]) -> str:
+    if "goodput" not in summary:
+        return ""
+    found = summary["goodput"]
+    limits = ", ".join(f"{name} {limit:g} ms" for name, limit in found["slo_ms"].items())
+    missed = ", ".join(f"{count} missed {name}" for name, count in found["missed"].items() if count)
+    rate, good_rate = _number(summary["requests_per_s"]), _number(found["requests_per_s"])
+    return (
+        f"\n  requests/s           {rate} in all, {good_rate} good"
+        f"\n  goodput              {_percent(found['share'])}: {found['good']} of {found['requests']} within {limits}"
+        + (f"; {missed}" if missed else "")
+    )
+
+
+def _search(found: dict[str, Any]) -> str:
+    lines = [f"requests/s at which {_percent(found['target'])} meet the objective:"]
+    for trial in found["trials"]:
+        figures = trial["figures"]
+        state = "holds" if trial["holds"] else "given up" if figures["unsent"] else "does not hold"
+        good = figures["goodput"]
+        lines.append(f"  {_number(trial['rate']):>8}  {state}, {good['good']} of {good['requests']} good")
+    rate, limit = found["rate"], found["limit"]
+    end = "" if found["complete"] else ", when the time was over"
+    above = "nothing higher was tried" if limit is None else f"{_number(limit)} does not hold"
+    lines.append(f"found: {'none' if rate is None else _number(rate)} ({above}{end})")
+    return "\n".join(lines)
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{share:.1%}"
 
 
 def _number(value: float | None) -> str:

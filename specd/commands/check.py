@@ -20,6 +20,7 @@ from specd.errors import SpecdError
 from specd.listeners import check_address
 from specd.server.app import chat_template
 from specd.server.auth import ApiKeys
+from specd.server.spans import check_telemetry
 from specd.status import EngineInfo
 
 
@@ -29,6 +30,7 @@ def run(args: argparse.Namespace) -> int:
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         try:
             check_address(config.server.host, config.server.port)
+            check_telemetry(config.telemetry)
             if config.server.api_keys_file:
                 ApiKeys.from_file(config.server.api_keys_file)
             info = runner.run(_check(config))

@@ -25,6 +25,7 @@ _FAILED, _UNREACHABLE, _UNFINISHED, _FORBIDDEN, _CONFIG = 1, 69, 75, 77, 78
 _CODES = {"forbidden": _FORBIDDEN, "config_error": _CONFIG}
 _LONG_S = 86400.0 + 60.0  # a drain may take a day
 _SELFTEST_S = 600.0
+_PUT_S = 300.0  # others are indexed first
 
 
 def run(args: argparse.Namespace) -> int:
@@ -130,6 +131,22 @@ def _keys(args: argparse.Namespace, client: Client) -> int:
     return _show(args, client.call("GET", "/v1/keys"))
 
 
+def _corpora(args: argparse.Namespace, client: Client) -> int:
+    if args.action in (None, "list"):
+        return _show(args, client.call("GET", "/v1/corpora"))
+    target = f"/v1/corpora/{_quoted(args.name)}"
+    if args.action == "delete":
+        return _show(args, client.call("DELETE", target))
+    try:
+        text = sys.stdin.buffer.read() if str(args.file) == "-" else args.file.read_bytes()
+    except OSError as error:
+        print(f"specd: {args.file} cannot be read: {error.strerror}", file=sys.stderr)
+        return _FAILED
+    query = {name: value for name, value in (("key", args.key), ("ttl", args.ttl)) if value is not None}
+    suffix = "?" + urllib.parse.urlencode(query) if query else ""
+    return _show(args, client.call("PUT", target + suffix, text=text, timeout_s=_PUT_S))
+
+
 def _selftest(args: argparse.Namespace, client: Client) -> int:
     found = client.call("POST", "/v1/selftest", {}, timeout_s=_SELFTEST_S)
     _show(args, found)
@@ -196,6 +213,7 @@ _VERBS: dict[str, Callable[[argparse.Namespace, Client], int]] = {
     "loglevel": _loglevel,
     "kv": _kv,
     "keys": _keys,
+    "corpora": _corpora,
     "selftest": _selftest,
     "events": _events,
     "top": _top,

@@ -49,12 +49,15 @@ class Client:
         if if_generation is not None:
             self._headers["If-Match"] = f'"{if_generation}"'
 
-    def call(self, method: str, target: str, body: object = None, *, timeout_s: float = _TIMEOUT_S) -> Any:
-        """The `result` of the reply. Raises Unreachable or Refusal."""
+    def call(
+        self, method: str, target: str, body: object = None, *, text: bytes | None = None, timeout_s: float = _TIMEOUT_S
+    ) -> Any:
+        """The `result` of the reply. text: the body of a call that takes one. Raises Unreachable or Refusal."""
         connection = _UnixConnection(self._path, timeout_s)
         try:
-            content = None if body is None else json.dumps(body)
-            connection.request(method, target, content, self._headers)
+            content = json.dumps(body).encode() if body is not None else text
+            kind = {} if text is None else {"Content-Type": "text/plain; charset=utf-8"}
+            connection.request(method, target, content, {**self._headers, **kind})
             raw = connection.getresponse().read()
         except (OSError, http.client.HTTPException) as error:
             raise self._unreachable(error) from error

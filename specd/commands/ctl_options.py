@@ -24,12 +24,20 @@ def add_verbs(parser: argparse.ArgumentParser) -> None:
     _add_life(verbs)
     _add_settings(verbs)
     for name, verb in verbs.choices.items():
-        # Before the verb or after it; without a default, which would undo the former.
-        verb.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="print the reply as JSON")
-        if name not in _LOOKING:
-            verb.add_argument(
-                "--if-generation", type=int, metavar="N", help="only while `status` says generation N, else exit 1"
-            )
+        _add_common(verb, changes=name not in _LOOKING)
+
+
+def _add_common(verb: argparse.ArgumentParser, *, changes: bool) -> None:
+    """Before the verb or after it; without a default, which would undo the former."""
+    verb.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="print the reply as JSON")
+    if changes:
+        verb.add_argument(
+            "--if-generation",
+            type=int,
+            default=argparse.SUPPRESS,
+            metavar="N",
+            help="only while `status` says generation N, else exit 1",
+        )
 
 
 def _add_looking(verbs: _Verbs) -> None:
@@ -98,6 +106,23 @@ def _add_settings(verbs: _Verbs) -> None:
     change = keys.add_mutually_exclusive_group()
     change.add_argument("--add", metavar="NAME", help="make one; it is shown once")
     change.add_argument("--remove", metavar="ID", help="let it in no more")
+    _add_corpora(verbs)
+
+
+def _add_corpora(verbs: _Verbs) -> None:
+    corpora = verbs.add_parser("corpora", help="texts that drafts are taken from where an output quotes them")
+    actions = corpora.add_subparsers(dest="action", metavar="ACTION")
+    actions.add_parser("list", help="their sizes and how many of their drafts were kept")
+    put = actions.add_parser("put", help="add a text, or replace the one of that name")
+    put.add_argument("name", metavar="NAME")
+    put.add_argument("file", type=Path, metavar="FILE", help="UTF-8 text; - is standard input")
+    put.add_argument("--key", metavar="ID", help="for requests with this API key alone (an id of `keys`)")
+    put.add_argument("--ttl", type=float, metavar="SECONDS", help="for so long")
+    delete = actions.add_parser("delete", help="draft from it no more")
+    delete.add_argument("name", metavar="NAME")
+    for action in (put, delete):
+        _add_common(action, changes=True)
+    _add_common(actions.choices["list"], changes=False)
 
 
 def _length(text: str) -> int | str:

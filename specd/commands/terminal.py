@@ -13,6 +13,8 @@ _COLORS = {
     TokenOrigin.DRAFT: "\x1b[32m",
     TokenOrigin.NGRAM: "\x1b[36m",
     TokenOrigin.PREDICTION: "\x1b[35m",
+    TokenOrigin.CORPUS: "\x1b[34m",
+    TokenOrigin.GRAMMAR: "\x1b[95m",
     TokenOrigin.BONUS: "\x1b[33m",
 }
 _NAMES = {
@@ -20,6 +22,8 @@ _NAMES = {
     TokenOrigin.DRAFT: "drafter",
     TokenOrigin.NGRAM: "n-gram",
     TokenOrigin.PREDICTION: "prediction",
+    TokenOrigin.CORPUS: "corpus",
+    TokenOrigin.GRAMMAR: "grammar",
     TokenOrigin.BONUS: "bonus",
 }
 _RESET = "\x1b[0m"

@@ -41,6 +41,7 @@ def to_host(accepted: Acceptance, drafts: DraftTokens, prompt: PromptLogprobs | 
         prompt=None
         if prompt is None
         else PromptReport(_f32(prompt.logprobs), _i32(prompt.top_ids), _f32(prompt.top_logprobs)),
+        draft_probs=None if drafts.confidence is None else _f32(drafts.confidence),
     )
 
 

@@ -13,7 +13,7 @@ from specd.step import DraftSource, StepStats
 _SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 _TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 _STAGES = ("schedule", "draft", "verify", "refill", "step")
-_KEPT = frozenset({TokenOrigin.DRAFT, TokenOrigin.NGRAM, TokenOrigin.PREDICTION})
+_KEPT = frozenset(TokenOrigin) - {TokenOrigin.TARGET, TokenOrigin.BONUS}
 
 
 def num_kept(delta: SequenceDelta) -> int:

@@ -38,13 +38,17 @@ class DraftRule:
     argmax: bool = False  # also where the request samples; then there are no proposal distributions
 
     def draws(self, plan: StepPlan) -> bool:
-        """Whether any row's drafts are drawn from a distribution; else the drafter's best tokens are all it takes.
+        """Whether any row's drafts are drawn from a distribution.
 
-        A row's own answer never changes, so a carry has the logits of every row that draws.
+        A row's own answer never changes, so a carry has the logits of every row that draws; the same of what it tells.
         """
         if self.acceptance == "literal":
             return True
         return not self.argmax and any(row is not None and not row.params.greedy for row in plan.sampling)
+
+    def reads_logits(self, plan: StepPlan) -> bool:
+        """Whether more is asked of the drafter than its best tokens: to draw, or to tell how sure it was."""
+        return self.draws(plan) or any(row is not None and row.tells_drafts for row in plan.sampling)
 
 
 def grow_chain(
@@ -53,11 +57,12 @@ def grow_chain(
     """Drafts for `rows` (those whose source is the drafter), next to the host's proposals for the others."""
     tokens = host_drafts(plan, device)
     probs: torch.Tensor | None = None
-    draws = rule.draws(plan)
+    logits = rule.reads_logits(plan)
     lengths = plan.num_drafts[rows]
-    sampling = draft_batch(plan, drafter.vocab_size, device, rows) if draws else None
+    sampling = draft_batch(plan, drafter.vocab_size, device, rows) if rule.draws(plan) else None
+    confidence = torch.ones(tokens.shape, device=device) if _tells(plan, rows) else None
     state = DraftState(  # only what will be read of it
-        carry.best, carry.logits if draws else None, carry.hidden if lengths.max() > 1 else None
+        carry.best, carry.logits if logits else None, carry.hidden if lengths.max() > 1 else None
     ).rows(torch.from_numpy(plan.slots[rows].astype(np.int64)).to(device))
     for depth in range(int(lengths.max())):
         drawn, drawn_probs = state.best, None
@@ -69,6 +74,8 @@ def grow_chain(
             if probs is None:
                 probs = torch.zeros((*tokens.shape, drawn_probs.shape[-1]), device=device)
             probs[index, depth] = drawn_probs
+        if confidence is not None:
+            confidence[index, depth] = _probabilities(state, drawn)
         going = [i for i, length in enumerate(lengths) if length > depth + 1]
         if going:
             state = _keep(state, going, device)
@@ -76,8 +83,20 @@ def grow_chain(
                 sampling = draft_batch(plan, drafter.vocab_size, device, [rows[i] for i in going])
             rows, lengths = [rows[i] for i in going], lengths[going]
             drawn = drawn[torch.tensor(going, dtype=torch.int64).to(device)]
-            state = drafter.extend(drawn, state, _one_token(plan, rows, depth, drafter, device), logits=draws)
-    return DraftTokens(tokens=tokens, probs=probs)
+            state = drafter.extend(drawn, state, _one_token(plan, rows, depth, drafter, device), logits=logits)
+    return DraftTokens(tokens=tokens, probs=probs, confidence=confidence)
+
+
+def _tells(plan: StepPlan, rows: list[int]) -> bool:
+    sampling = [plan.sampling[row] for row in rows] if plan.sampling else []
+    return any(row is not None and row.tells_drafts for row in sampling)
+
+
+def _probabilities(state: DraftState, tokens: torch.Tensor) -> torch.Tensor:
+    """What the drafter gave tokens i64[B], before temperature and filters: f32[B]. Only rows that tell have a value."""
+    assert state.logits is not None
+    logits = state.logits.float()
+    return torch.exp(logits.gather(1, tokens[:, None])[:, 0] - logits.logsumexp(-1))
 
 
 def _keep(state: DraftState, rows: list[int], device: torch.device) -> DraftState:

@@ -305,7 +305,8 @@ def _row_reports(scheduled: ScheduledStep, rows: list[int], report: AcceptanceRe
     for i, row in enumerate(rows):
         sequence = scheduled.rows[row].sequence
         drafted = int((report.drafts[i] >= 0).sum())  # fewer than planned when the drafter failed
-        one = row_report(report, i, num_drafts=drafted, num_logprobs=sequence.sampling.logprobs)
+        tells = sequence.request.speculation.detail == "tokens"
+        one = row_report(report, i, num_drafts=drafted, num_logprobs=sequence.sampling.logprobs, tells_drafts=tells)
         out.append(dataclasses.replace(one, prompt_logprobs=prompts[i]))
     return out
 

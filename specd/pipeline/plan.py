@@ -7,6 +7,7 @@ from collections.abc import Sequence as Rows
 
 import numpy as np
 
+from specd.corpora import Tally
 from specd.pipeline.prompt_scores import scores_of
 from specd.proposers.base import Proposal
 from specd.sequence import Sequence
@@ -24,6 +25,7 @@ class Row:
     num_drafts: int = 0
     host_drafts: list[int] = dataclasses.field(default_factory=list)
     num_guessed: int = 0  # of host_drafts; what follows fills up to a pinned length
+    tally: Tally | None = None  # is told what became of the guessed ones
     passed_over: Proposal | None = None  # what the drafter was preferred to
     refill: Refill = Refill.NONE
     num_refill: int = 0  # known tokens the drafter gets, from sequence.drafter_len on
@@ -112,6 +114,7 @@ def row_sampling(sequence: Sequence) -> RowSampling:
         prompt_ids=prompt_ids,
         tail=tuple(sequence.tokens[-(longest - 1) :]) if longest > 1 else (),
         grammar=sequence.grammar,
+        tells_drafts=sequence.request.speculation.detail == "tokens",
     )
 
 

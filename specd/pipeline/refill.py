@@ -96,7 +96,7 @@ def refill_exact(
     read = None if features is None else features.read(info.write_slots)
     carried = torch.tensor(missing.carried, dtype=torch.int64).to(device)
     last_rows = info.qo_indptr[1:].long() - 1
-    state = drafter.refill(tokens, read, info, last_rows[carried], logits=rule.draws(plan))
+    state = drafter.refill(tokens, read, info, last_rows[carried], logits=rule.reads_logits(plan))
     return write_carry(carry, info.slots[carried], state)
 
 
@@ -113,7 +113,7 @@ def refill_padded(
     info = batch.info
     assert output.tokens is not None
     tokens, last_rows = shift_left(output.tokens, batch, accepted)
-    state = drafter.refill(tokens, output.features, info, last_rows, logits=rule.draws(plan))
+    state = drafter.refill(tokens, output.features, info, last_rows, logits=rule.reads_logits(plan))
     # Rows in the middle of a prompt write their slot's carry too: the row that emits overwrites it before any draft.
     return write_carry(carry, info.slots, state)
 

@@ -27,8 +27,8 @@ from specd.pages import PagePool
 from specd.pipeline.counters import Counters
 from specd.pipeline.draft_length import DraftLength, DraftRequest, FixedLength
 from specd.pipeline.plan import Row, ScheduledStep, build_plan
+from specd.pipeline.proposals import propose
 from specd.pipeline.waiting import WaitingQueue
-from specd.proposers.base import Proposal
 from specd.request import FinishReason, SequenceDelta
 from specd.sequence import Phase, Sequence
 from specd.status import StepRecord
@@ -200,7 +200,7 @@ class Scheduler:
         requests, owners, proposals = [], [], []
         for row in rows:
             most = self._most_drafts(row.sequence)
-            proposal = self._propose(row.sequence, most)
+            proposal = propose(row.sequence, most, pad=self.limits.pad_proposals, invent=self.traits is None)
             draftable = self._draftable(row.sequence, most)
             if proposal and draftable and not self.length.prefers(row.sequence, proposal.source, DraftSource.DRAFTER):
                 row.passed_over, proposal = proposal, None
@@ -217,7 +217,7 @@ class Scheduler:
         for request, row, proposal, length in zip(requests, owners, proposals, lengths, strict=True):
             row.source = request.source
             if proposal:  # also kept when nothing is verified: it is compared with what comes
-                row.host_drafts, row.num_guessed = proposal.tokens, proposal.num_guessed
+                row.host_drafts, row.num_guessed, row.tally = proposal.tokens, proposal.num_guessed, proposal.tally
             row.num_drafts = self._fit(row.sequence, min(length, budget - total))
             total += row.num_drafts
         return total
@@ -226,22 +226,6 @@ class Scheduler:
         left = sequence.limit - len(sequence.tokens)
         depth = 64 if self.traits is None else self.traits.max_depth
         return max(0, min(sequence.max_draft, left - 1, depth))
-
-    def _propose(self, sequence: Sequence, most: int) -> Proposal | None:
-        """The guesses of the first proposer that has any; filled up, if need be out of nothing, to a pinned length."""
-        guess: list[int] = []
-        source = None
-        for proposer in sequence.proposers if most else ():
-            guess, source = proposer.propose(most), proposer.source
-            if guess:
-                break
-        pad = self.limits.pad_proposals
-        if source is None or not (guess or (pad and self.traits is None)):
-            return None
-        num_guessed = len(guess)
-        if pad:
-            guess += [(guess or sequence.tokens)[-1]] * (most - num_guessed)
-        return Proposal(source, guess, num_guessed)
 
     def _draftable(self, sequence: Sequence, most: int) -> int:
         """Of `most` drafts, those the drafter can make: none without a carry, none that leave its context."""
@@ -394,6 +378,9 @@ class Scheduler:
             self.length.observe_row(row.sequence, row.passed_over.source, drafted=1, accepted=right)
         if report.num_drafts:
             self.length.observe_row(row.sequence, row.source, drafted=report.num_drafts, accepted=report.num_accepted)
+            if row.tally is not None:
+                drafted = min(report.num_drafts, row.num_guessed)
+                row.tally.add(drafted, min(report.num_accepted, drafted))
         elif row.host_drafts and report.tokens:
             kept = int(row.host_drafts[0] == report.tokens[0])
             self.length.observe_row(row.sequence, row.source, drafted=1, accepted=kept)

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Protocol
 
+from specd.corpora import Tally
 from specd.step import DraftSource
 
 
@@ -13,6 +14,11 @@ class Proposer(Protocol):
     """One request's own guesser. It sees the tokens as they are committed and is asked once a step."""
 
     source: DraftSource
+
+    @property
+    def tally(self) -> Tally | None:
+        """Who is told what became of the latest proposal; None: nobody."""
+        ...
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Tokens appended to the sequence (the prompt first), in order."""
@@ -30,3 +36,4 @@ class Proposal:
     source: DraftSource
     tokens: list[int]
     num_guessed: int  # of the tokens; what follows fills up to a pinned length
+    tally: Tally | None = None  # is told what became of the guessed ones

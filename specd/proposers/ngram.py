@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from specd.corpora import Tally
 from specd.step import DraftSource
 
 
@@ -47,6 +48,7 @@ class NgramProposer:
     """Looks the sequence's last tokens up in its own text, then in other texts (the seam for predictions, corpora)."""
 
     source = DraftSource.NGRAM
+    tally: Tally | None = None
 
     def __init__(self, *, min_n: int, max_n: int, others: Sequence[NgramIndex] = ()) -> None:
         self._own = NgramIndex(min_n=min_n, max_n=max_n)

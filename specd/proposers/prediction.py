@@ -19,6 +19,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from specd.corpora import Tally
 from specd.step import I32, DraftSource
 
 _LONGEST = 8  # tokens that tell places apart
@@ -29,6 +30,7 @@ class PredictionProposer:
     """Proposes from `prediction`; num_prompt: tokens of the prompt, which is not predicted."""
 
     source = DraftSource.PREDICTION
+    tally: Tally | None = None
 
     def __init__(self, prediction: Sequence[int], *, num_prompt: int) -> None:
         self._prediction = prediction

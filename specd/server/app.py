@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Awaitable, Callable, Iterable
+from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from specd.config import Config
 from specd.errors import AbortedError, DrainingError, SpecdError
+from specd.listeners import is_loopback
 from specd.log import get_logger
-from specd.server import messages_api, responses_api
+from specd.server import messages_api, responses_api, ui
 from specd.server.auth import ApiKeys
 from specd.server.chat import ChatTemplate
 from specd.server.cors import Cors
@@ -29,11 +31,19 @@ from specd.server.generation import (
     Handler,
     valid_request_id,
 )
+from specd.server.limits import MAX_HEADER_LINE_BYTES, MAX_HEADERS
 from specd.server.metrics import ServerMetrics
-from specd.server.pages import MAX_HEADER_LINE_BYTES, MAX_HEADERS, Pages, not_ready
+from specd.server.pages import Pages, not_ready
 from specd.server.protocol import EngineProtocol
+from specd.server.record import client_name
+from specd.server.spans import configured_telemetry
+from specd.server.trace_context import trace_context
+from specd.server.ui import Ui
 from specd.status import EngineState
 from specd.text import Tokenizer
+
+if TYPE_CHECKING:
+    from specd.server.telemetry import Telemetry
 
 RECONFIGURE_KEY: web.AppKey[Iterable[Callable[[Config], None]]] = web.AppKey("reconfigure", tuple)
 METRICS_KEY: web.AppKey[ServerMetrics] = web.AppKey("metrics", ServerMetrics)
@@ -48,22 +58,32 @@ _PATHS = {
 log = get_logger("server")
 
 
-def create_app(engine: EngineProtocol, config: Config, *, keys: ApiKeys | None = None) -> web.Application:
+def create_app(
+    engine: EngineProtocol, config: Config, *, keys: ApiKeys | None = None, local: bool | None = None
+) -> web.Application:
     """The application around a loaded engine. Raises ConfigError (keys file) and ModelError (chat template).
 
+    local: whether only this machine can connect; None: as `server.host` says.
     Run it with `create_runner`: a client that leaves must cancel its handler.
     """
     keys = ApiKeys.configured(config.server.api_keys_file) if keys is None else keys
-    metrics = ServerMetrics(engine)
-    generation = Generation(engine, config, metrics=metrics, template=chat_template(engine.tokenizer))
+    template = chat_template(engine.tokenizer)
+    telemetry = configured_telemetry(config.telemetry)
+    metrics = ServerMetrics(engine, compat=config.server.metrics_compat == "vllm")
+    generation = Generation(engine, config, metrics=metrics, template=template, telemetry=telemetry)
     pages = Pages(engine, config, metrics, generation)
     cors = Cors(config.server.cors_origins)
-    guard = _Guard(engine, generation, keys, metrics, cors=cors, open_handlers=pages.open_handlers)
+    page = Ui(engine, config)
+    open_handlers = pages.open_handlers | page.open_handlers
+    guard = _Guard(engine, generation, keys, metrics, cors=cors, open_handlers=open_handlers)
     messages = messages_api.MessagesApi(generation)
     middlewares = [messages.middleware, guard.middleware]
     app = web.Application(client_max_size=config.server.max_body_bytes, middlewares=middlewares)
+    if telemetry is not None:
+        metrics.registry.register(telemetry.counts)
+        app.on_cleanup.append(_closing(telemetry))
     app[METRICS_KEY] = metrics
-    app[RECONFIGURE_KEY] = (generation.reconfigure, pages.reconfigure)
+    app[RECONFIGURE_KEY] = (generation.reconfigure, pages.reconfigure, page.reconfigure)
     app.on_response_prepare.append(_add_headers)
     app.on_response_prepare.append(messages.on_prepare)
     app.on_response_prepare.append(cors.on_prepare)
@@ -73,7 +93,16 @@ def create_app(engine: EngineProtocol, config: Config, *, keys: ApiKeys | None =
     app.router.add_post(messages_api.PATH, messages.create)
     app.router.add_post(messages_api.COUNT_PATH, messages.count_tokens)
     pages.add_routes(app.router)
+    if ui.enabled(config.server, local=is_loopback(config.server.host) if local is None else local):
+        page.add_to(app)
     return app
+
+
+def _closing(telemetry: Telemetry) -> Callable[[web.Application], Awaitable[None]]:
+    async def close(app: web.Application) -> None:
+        await asyncio.to_thread(telemetry.close)
+
+    return close
 
 
 def create_runner(app: web.Application, *, shutdown_timeout_s: float = 60.0) -> web.AppRunner:
@@ -154,6 +183,7 @@ class _Guard:
         endpoint = _PATHS.get(_route(request)) if request.method == "POST" else None
         if endpoint is not None:
             request[RECORD_KEY] = self._generation.record(endpoint)
+            request[RECORD_KEY].trace = trace_context(request.headers)
         status: int | None = None
         try:
             response = await self._respond(request, handler)
@@ -193,13 +223,14 @@ class _Guard:
             request[RECORD_KEY].error_code = code
 
     def _close(self, request: web.Request, endpoint: str | None, status: int | None) -> None:
-        if status is None and RECORD_KEY in request and request[RECORD_KEY].delivered:
+        if status is None and RECORD_KEY in request and request[RECORD_KEY].answered:
             status = 200
         label = _route(request)
         self._metrics.responses.labels(label, "499" if status is None else str(status)).inc()
         if endpoint is None:
             return
         record = request[RECORD_KEY]
+        record.client = client_name(request.remote, request.get(SALT_KEY, b""))
         if status is None and record.aborted_by is None:
             record.aborted_by = "client"
         if record.aborted_by == "client":

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from specd.errors import ConfigError, RequestError
 
+KEY_ID_LEN = 12  # hexadecimal digits of the hash that name a key
 _HASHED = "sha256:"
 _WEIGHT = re.compile(r"(\S+)\s+weight=([0-9]{1,4})")
 
@@ -67,6 +68,11 @@ class ApiKeys:
     def weight(self, salt: bytes) -> int:
         """The share of the queue of the key whose salt `check` gave."""
         return self._weights.get(salt, 1)
+
+    def salt_of(self, key_id: str) -> bytes | None:
+        """The salt of the key that is let in and whose SHA-256 begins with these 12 hexadecimal digits."""
+        found = (digest for digest in self._digests if digest.hex()[:KEY_ID_LEN] == key_id)
+        return next(map(self._salt, found), None)
 
     def _salt(self, digest: bytes) -> bytes:
         return hmac.digest(self._secret, digest, "sha256")

@@ -23,10 +23,11 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from specd.errors import ModelError, RequestError
+from specd.server.reasoning import CLOSE, OPEN
 from specd.text import RenderedChat, compile_any
 
 _PRIVATE_USE = (range(0xF0000, 0xFFFFE), range(0xE000, 0xF900), range(0x100000, 0x10FFFE))
-_RESERVED = frozenset({"messages", "add_generation_prompt", "bos_token", "eos_token"})
+_RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "bos_token", "eos_token"})
 # What a template can raise by itself on data it was not written for. Anything else is a fault of ours.
 _TEMPLATE_ERRORS = (
     jinja2.TemplateError,
@@ -67,6 +68,8 @@ class ChatTemplate:
         except (jinja2.TemplateError, RecursionError) as error:
             raise ModelError(f"the chat template does not compile: {error}") from error
         self.variables = frozenset(names) - _RESERVED - environment.globals.keys()  # what keyword arguments can set
+        self.reads_tools = "tools" in names
+        self.thinks = OPEN in source or CLOSE in source
         self._tokens = {"bos_token": bos_token, "eos_token": eos_token}
         self._special_tokens = tuple(token for token in special_tokens if token)
         self._reserved_text = source + bos_token + eos_token
@@ -79,10 +82,12 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool = True,
         continue_final: bool = False,
+        tools: Sequence[Mapping[str, Any]] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> RenderedChat:
         """The chat as the template writes it. Content parts are joined by a newline before the template sees them.
 
+        tools: in OpenAI's shape; a template that does not read them leaves them out.
         continue_final: the text ends where the content of the last message does, so that it can be continued.
         kwargs become template variables; one the template does not read changes nothing. RequestError: code
         `template_error` when the template refuses the messages or its output is too large, `unsupported_parameter`
@@ -94,8 +99,9 @@ class ChatTemplate:
             raise RequestError(f"{path} is set by the server", code="unsupported_parameter", param=path)
         flat = [_flatten(message, f"messages[{index}]") for index, message in enumerate(messages)]
         try:
-            mask = _Mask(self._special_tokens, (flat, extra), self._reserved_text)
+            mask = _Mask(self._special_tokens, (flat, extra, tools), self._reserved_text)
             context = {**mask.apply(extra), **self._tokens, "messages": mask.apply(flat)}
+            context["tools"] = mask.apply(tools) or None  # templates ask for one or the other
         except RecursionError as error:
             message = "the messages are nested too deeply"
             raise RequestError(message, code="template_error", param="messages") from error

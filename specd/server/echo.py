@@ -17,6 +17,11 @@ class Echo:
     text: str
     offsets: tuple[int, ...]  # characters of `text` before each prompt token
 
+    def part(self, tokens: slice) -> str:
+        """The text of some prompt tokens; the last ones have all that is left."""
+        start, stop, _ = tokens.indices(len(self.offsets))
+        return self.text[self.offsets[start] : self.offsets[stop] if stop < len(self.offsets) else None]
+
 
 async def echoes_of(
     given: str | Sequence[Any], prompts: Sequence[Sequence[int]], tokenizer: Tokenizer

@@ -29,6 +29,7 @@ _REQUEST_STATUS = {
     "unsupported_media_type": 415,
     "unsupported_encoding": 415,
     "invalid_api_key": 401,
+    "host_not_allowed": 403,
 }
 _KINDS = {404: "not_found_error", 401: "authentication_error"}
 ENGINE_FAULT = "The engine could not compute this request."

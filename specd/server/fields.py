@@ -38,6 +38,7 @@ from specd.server.checks import (
 )
 from specd.server.predictions import prediction
 from specd.server.structured import response_format, structured_outputs
+from specd.server.tools import tool_choice, tools
 
 _MAX_REPORTED = 20  # ignored names that are reported
 
@@ -64,30 +65,62 @@ PROMPT_SCHEMA: Schema = {
         {"type": "array", "minItems": 1, "items": _IDS_SCHEMA},
     ]
 }
+_CONTENT_SCHEMA: Schema = {
+    "anyOf": [
+        {"type": "string"},
+        {
+            "type": "array",
+            "items": {
+                "type": "object",
+                "required": ["type", "text"],
+                "properties": {"type": {"type": "string", "enum": ["text"]}, "text": {"type": "string"}},
+            },
+        },
+    ]
+}
+_TOOL_CALL_SCHEMA: Schema = {
+    "type": "object",
+    "required": ["function"],
+    "properties": {
+        "id": {"type": "string"},
+        "type": {"type": "string", "enum": ["function"]},
+        "function": {
+            "type": "object",
+            "required": ["name"],
+            "properties": {
+                "name": {"type": "string"},
+                "arguments": {"type": "string", "description": "the JSON text of an object"},
+            },
+        },
+    },
+}
 MESSAGES_SCHEMA: Schema = {
     "type": "array",
     "minItems": 1,
     "items": {
-        "type": "object",
-        "required": ["role", "content"],
-        "properties": {
-            "role": {"type": "string", "enum": ["system", "developer", "user", "assistant", "tool"]},
-            "content": {
-                "anyOf": [
-                    {"type": "string"},
-                    {
-                        "type": "array",
-                        "items": {
-                            "type": "object",
-                            "required": ["type", "text"],
-                            "properties": {"type": {"type": "string", "enum": ["text"]}, "text": {"type": "string"}},
-                        },
-                    },
-                ]
+        "anyOf": [
+            {
+                "type": "object",
+                "required": ["role", "content"],
+                "properties": {
+                    "role": {"type": "string", "enum": ["system", "developer", "user", "assistant", "tool"]},
+                    "content": _CONTENT_SCHEMA,
+                    "name": {"type": "string"},
+                    "tool_call_id": {"type": "string"},
+                },
             },
-            "name": {"type": "string"},
-            "tool_call_id": {"type": "string"},
-        },
+            {
+                "type": "object",
+                "required": ["role", "tool_calls"],
+                "properties": {
+                    "role": {"type": "string", "enum": ["assistant"]},
+                    "content": _CONTENT_SCHEMA,
+                    "name": {"type": "string"},
+                    "tool_calls": {"type": "array", "minItems": 1, "items": _TOOL_CALL_SCHEMA},
+                    "reasoning_content": {"type": "string", "description": "for templates that read it"},
+                },
+            },
+        ]
     },
 }
 
@@ -148,24 +181,21 @@ CHAT_PROMPT_FIELDS: dict[str, Check] = {  # what a chat's prompt follows from
     "add_generation_prompt": boolean,
     "continue_final_message": boolean,
     "chat_template_kwargs": template_kwargs,
+    "tools": tools,
+    "tool_choice": tool_choice,
 }
 _CHAT_HONOURED: dict[str, Check] = {
     **CHAT_PROMPT_FIELDS,
     "logprobs": boolean,
     "top_logprobs": integer(0),
+    "parallel_tool_calls": boolean,  # without tools there is nothing that it acts on
 }
 
-# Without tools, parallel_tool_calls has nothing to act on.
-_INERT = frozenset(
-    {
-        "user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
-        "parallel_tool_calls",
-    }
-)  # fmt: skip
+_INERT = frozenset({"user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"})
 
 # Fields that would change the answer, with the values that ask for nothing (besides null, false, "", [] and {}).
 _UNBUILT: dict[str, tuple[Any, ...]] = {
-    "tools": (), "tool_choice": ("none", "auto"), "functions": (), "function_call": ("none", "auto"),
+    "functions": (), "function_call": ("none", "auto"),
     "structural_tag": (), "grammar": (), "regex": (),
     "ebnf": (), "json_schema": (), "guided_json": (), "guided_regex": (), "guided_choice": (), "guided_grammar": (),
     "guided_decoding_backend": (), "guided_whitespace_pattern": (), "reasoning_effort": (), "reasoning": (),
@@ -179,7 +209,8 @@ _UNBUILT: dict[str, tuple[Any, ...]] = {
     "best_of": (),
 }  # fmt: skip
 _COMPLETIONS_UNBUILT: dict[str, tuple[Any, ...]] = {
-    "suffix": (), "messages": (), "top_logprobs": (), "add_special_tokens": (True,),
+    "suffix": (), "messages": (), "top_logprobs": (), "add_special_tokens": (True,), "tools": (),
+    "tool_choice": ("none", "auto"),
 }  # fmt: skip
 _CHAT_UNBUILT: dict[str, tuple[Any, ...]] = {
     "prompt": (), "suffix": (), "add_special_tokens": (), "echo": (), "chat_template": (), "documents": (),
@@ -198,7 +229,7 @@ class FieldTable:
 
 ENDPOINT_FIELDS: Mapping[Endpoint, FieldTable] = {
     Endpoint.COMPLETIONS: FieldTable(
-        {**_HONOURED, **_COMPLETIONS_HONOURED}, _INERT, {**_UNBUILT, **_COMPLETIONS_UNBUILT}
+        {**_HONOURED, **_COMPLETIONS_HONOURED}, _INERT | {"parallel_tool_calls"}, {**_UNBUILT, **_COMPLETIONS_UNBUILT}
     ),
     Endpoint.CHAT: FieldTable({**_HONOURED, **_CHAT_HONOURED}, _INERT, {**_UNBUILT, **_CHAT_UNBUILT}),
 }

@@ -8,9 +8,9 @@ without a finish reason would be taken as a whole answer.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import itertools
-import math
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -32,18 +32,21 @@ from specd.listeners import is_loopback
 from specd.log import get_logger
 from specd.request import FinishReason, SequenceDelta
 from specd.server.chat import ChatTemplate
-from specd.server.checks import REQUEST_ID, out_of_range
+from specd.server.checks import REQUEST_ID
 from specd.server.echo import echoes_of
 from specd.server.errors import describe, json_response
-from specd.server.fields import SPECULATION, Endpoint, report_names
+from specd.server.fields import Endpoint, report_names
+from specd.server.limits import BODY_TIMEOUT_S
 from specd.server.metrics import ServerMetrics
 from specd.server.openai import GenerationCall, build_call, parse_json, read_body
 from specd.server.predictions import prediction_ids
-from specd.server.prompts import chat_options, chat_prompt, check_messages, completion_prompts, unread_kwargs
+from specd.server.prompts import Prompts, chat_prompts, completion_prompts
 from specd.server.protocol import EngineProtocol
 from specd.server.record import RequestRecord
+from specd.server.request_headers import request_timeout, speculation_header
 from specd.server.responses import ChoiceText, ResponseWriter
 from specd.server.sending import Sender, SlowClientError
+from specd.server.spans import SpanSink
 from specd.server.sse import StreamEncoder
 from specd.server.streams import DeltaStreams
 from specd.server.translation import Encoder, Translate, Translation, own_names
@@ -54,8 +57,6 @@ HEADERS_KEY: web.RequestKey[dict[str, str]] = web.RequestKey("headers", dict)
 WEIGHT_KEY: web.RequestKey[int] = web.RequestKey("weight", int)
 RECORD_KEY: web.RequestKey[RequestRecord] = web.RequestKey("record", RequestRecord)
 
-_BODY_DEADLINE_S = 30.0
-_MOST_TIMEOUT_S = 86400.0
 _ABORTED_BY: dict[type[Exception], str] = {
     QueueTimeoutError: "deadline",
     DeadlineError: "deadline",
@@ -78,19 +79,26 @@ log = get_logger("server")
 
 def as_it_is(body: dict[str, Any]) -> Translation:
     """OpenAI's completions: nothing to translate."""
-    return Translation(body, encoder=StreamEncoder, whole=ResponseWriter.whole)
+    return Translation(body, encoder=StreamEncoder, whole=ResponseWriter.whole, reads_parts=True)
 
 
 class Generation:
     """Handlers of /v1/completions and /v1/chat/completions."""
 
     def __init__(
-        self, engine: EngineProtocol, config: Config, *, metrics: ServerMetrics, template: ChatTemplate | None
+        self,
+        engine: EngineProtocol,
+        config: Config,
+        *,
+        metrics: ServerMetrics,
+        template: ChatTemplate | None,
+        telemetry: SpanSink | None = None,
     ) -> None:
         self._engine = engine
         self._config = config
         self._metrics = metrics
         self._template = template
+        self._telemetry = telemetry
         self._live: set[str] = set()
         self._serials = itertools.count()
 
@@ -109,14 +117,15 @@ class Generation:
         return await self._handle(request, Endpoint.CHAT, translate)
 
     def record(self, endpoint: str) -> RequestRecord:
-        return RequestRecord(endpoint, self._metrics, drafter=self._engine.info.drafter)
+        drafter = self._engine.info.drafter
+        return RequestRecord(endpoint, self._metrics, drafter=drafter, telemetry=self._telemetry)
 
     async def _handle(
         self, request: web.Request, endpoint: Endpoint, translate: Translate = as_it_is
     ) -> web.StreamResponse:
         record = request[RECORD_KEY]
         self._engine.admit(request[SALT_KEY])  # before a body is read that would be refused anyway
-        timeout_s = _timeout(request.headers.get("x-request-timeout"))
+        timeout_s = request_timeout(request.headers.get("x-request-timeout"))
         values, prompts, translation = await self.read(request, endpoint, translate)
         request[REQUEST_ID_KEY] = name = self._free_id(values.get("request_id", request[REQUEST_ID_KEY]))
         self._live.add(name)
@@ -124,7 +133,7 @@ class Generation:
             with own_names(translation.params):
                 call = build_call(
                     values,
-                    prompts,
+                    prompts.ids,
                     endpoint=endpoint,
                     config=self._config,
                     info=self._engine.info,
@@ -137,6 +146,7 @@ class Generation:
                     weight=request[WEIGHT_KEY],
                     timeout_s=timeout_s,
                     exposed=_exposed(request),
+                    reading=translation.reading(values, prompts.thinking, self._config.chat),
                 )
             record.call = call
             request[HEADERS_KEY] |= {"x-specd-seed": str(call.seed), "x-specd-drafter": self._engine.info.drafter}
@@ -164,34 +174,33 @@ class Generation:
 
     async def read(
         self, request: web.Request, endpoint: Endpoint, translate: Translate = as_it_is
-    ) -> tuple[dict[str, Any], list[tuple[int, ...]], Translation]:
-        """The checked fields of a body, the token ids of its prompts and how it is answered. Raises RequestError."""
+    ) -> tuple[dict[str, Any], Prompts, Translation]:
+        """The checked fields of a body, its prompts and how it is answered. Raises RequestError."""
         raw = await read_raw(request)
         strict = request.headers.get("x-specd-strict") == "1"
         translation = translate(parse_json(raw))
         with own_names(translation.params):
             values, ignored = read_body(translation.body, endpoint, self._config, self._engine.info, strict=strict)
-            prompts, unread = await long_work(len(raw), self.prompts, values, endpoint)
+            began_s = time.monotonic()
+            prompts = await long_work(len(raw), self.prompts, values, endpoint)
+            if RECORD_KEY in request:
+                request[RECORD_KEY].tokenized_s = (began_s, time.monotonic())
         ignored += translation.ignored
         if "prediction" in values:
             text, info = values["prediction"], self._engine.info
             ids = await long_work(len(raw), prediction_ids, text, self._engine.tokenizer, info.max_len)
             values["prediction"] = ids
-        self.note_ignored(request, ignored + unread, strict=strict)
-        _speculation_header(values, request.headers.get("x-specd-speculation"))
+        self.note_ignored(request, ignored + prompts.unread, strict=strict)
+        speculation_header(values, request.headers.get("x-specd-speculation"))
         return values, prompts, translation
 
-    def prompts(self, values: Mapping[str, Any], endpoint: Endpoint) -> tuple[list[tuple[int, ...]], tuple[str, ...]]:
-        """Token ids of every prompt, and names in messages that nobody reads. May be slow."""
+    def prompts(self, values: Mapping[str, Any], endpoint: Endpoint) -> Prompts:
+        """May be slow. Raises RequestError."""
         tokenizer, info = self._engine.tokenizer, self._engine.info
         if endpoint is Endpoint.CHAT:
-            messages, unread = check_messages(values["messages"])
-            options = chat_options(values, messages)
-            prompt = chat_prompt(messages, tokenizer, self._template, options)
-            return [prompt], unread + unread_kwargs(values, self._template)
+            return chat_prompts(values, tokenizer, self._template, self._config.chat)
         limit = self._config.server.max_prompts
-        prompts = completion_prompts(values["prompt"], tokenizer, vocab_size=info.vocab_size, max_prompts=limit)
-        return prompts, ()
+        return Prompts(completion_prompts(values["prompt"], tokenizer, vocab_size=info.vocab_size, max_prompts=limit))
 
     def note_ignored(self, request: web.Request, names: tuple[str, ...], *, strict: bool) -> None:
         """Reports names that nobody reads. Raises RequestError where the client wants none."""
@@ -231,18 +240,25 @@ class Generation:
     async def _stream(
         self, request: web.Request, encoder: Encoder, streams: DeltaStreams, record: RequestRecord
     ) -> web.StreamResponse:
-        batch, failure = _split(await streams.get(), record)
+        waiting = False  # it is begun before its first token is there
+        try:
+            batch, failure = _split(await streams.get(self._config.server.queued_stream_s or None), record)
+        except TimeoutError:
+            batch, failure, waiting = [], None, True
         if failure is not None and not any(delta.token_ids for _, delta in batch):
             raise failure
-        if not batch:
+        if not batch and not waiting:
             _check_finished(encoder.choices)
         response = web.StreamResponse(headers=STREAM_HEADERS)
         await response.prepare(request)
+        record.begun = True
         sender = Sender(request, response, record, timeout_s=self._config.server.slow_client_timeout_s)
         try:
             await sender.send(encoder.start())
+            if waiting:
+                batch, failure = _split(await self._next(streams, sender, encoder.keep_alive), record)
             while batch or failure:
-                await sender.send(b"".join([encoder.push(choice, delta) for choice, delta in batch]))
+                await sender.send(await _encoded(encoder, batch))
                 if failure is not None:
                     raise failure
                 batch, failure = _split(await self._next(streams, sender, encoder.keep_alive), record)
@@ -253,7 +269,7 @@ class Generation:
         except ConnectionError:
             record.aborted_by = None if record.delivered else "client"
         except SlowClientError:
-            record.aborted_by = "slow"
+            record.aborted_by, record.error_code = "slow", "slow_client"
             self._metrics.slow_client_aborts.inc()
             sender.transport.abort()
         except Exception as error:  # noqa: BLE001  every failure must reach the client as an event
@@ -265,12 +281,14 @@ class Generation:
     async def _next(
         self, streams: DeltaStreams, sender: Sender, keep_alive: bytes
     ) -> Sequence[tuple[int, SequenceDelta]]:
-        """The next deltas; keep_alive is sent while there are none."""
+        """The next deltas; keep_alive is sent while there are none, or only such as are held back for a call."""
         while True:
-            try:
-                return await streams.get(self._config.server.keep_alive_s)
-            except TimeoutError:
+            left_s = sender.sent_s + self._config.server.keep_alive_s - time.monotonic()
+            if left_s <= 0:
                 await sender.send(keep_alive)
+                continue
+            with contextlib.suppress(TimeoutError):
+                return await streams.get(left_s)
 
     async def _break_off(
         self, request: web.Request, sender: Sender, error: Exception, record: RequestRecord, encoder: Encoder
@@ -304,10 +322,16 @@ async def read_raw(request: web.Request) -> bytes:
     if request.headers.get("Content-Encoding", "identity") != "identity":
         raise RequestError("compressed bodies are not accepted", code="unsupported_encoding")
     try:
-        async with asyncio.timeout(_BODY_DEADLINE_S):
+        async with asyncio.timeout(BODY_TIMEOUT_S):
             return await request.read()
     except TimeoutError as error:
-        raise RequestError(f"the body took longer than {_BODY_DEADLINE_S:g} s", code="request_timeout") from error
+        raise RequestError(f"the body took longer than {BODY_TIMEOUT_S:g} s", code="request_timeout") from error
+
+
+async def _encoded(encoder: Encoder, batch: Sequence[tuple[int, SequenceDelta]]) -> bytes:
+    """What a batch adds to a stream; the scores of a long prompt are written in a thread."""
+    size = _SCORE_BYTES * sum(len(delta.prompt_logprobs or ()) for _, delta in batch)
+    return await long_work(size, lambda: b"".join([encoder.push(choice, delta) for choice, delta in batch]))
 
 
 def _split(
@@ -329,32 +353,6 @@ def _split(
             failure = delta.error or AbortedError("ended by the server")
             record.aborted_by = _ABORTED_BY.get(type(failure), "server")
     return good, failure
-
-
-def _timeout(header: str | None) -> float | None:
-    """The seconds that `x-request-timeout` gives. Raises RequestError."""
-    if header is None:
-        return None
-    try:
-        seconds = float(header)
-    except ValueError:
-        seconds = math.nan
-    if not 0 < seconds <= _MOST_TIMEOUT_S:
-        raise out_of_range("x-request-timeout", f"seconds above 0 and at most {_MOST_TIMEOUT_S:g}", header)
-    return seconds
-
-
-def _speculation_header(values: dict[str, Any], header: str | None) -> None:
-    """`x-specd-speculation: off` (or auto) is `speculation.mode` for clients that cannot add fields.
-
-    Raises RequestError for another value, and where the body says otherwise.
-    """
-    if header is None:
-        return
-    mode = SPECULATION({"mode": header}, "x-specd-speculation")["mode"]
-    given = values.setdefault("speculation", {})
-    if given.setdefault("mode", mode) != mode:
-        raise out_of_range("x-specd-speculation", f"{given['mode']}, as 'speculation.mode' says", header)
 
 
 def _exposed(request: web.Request) -> bool:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
+from specd.reload import Reloader
 from specd.server.protocol import EngineProtocol
 from specd.status import REFUSALS, Distribution, EngineStats
 
@@ -15,10 +16,11 @@ _LAG_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 
 
 class LoadCollector:
-    """Families made from `engine.stats()`, one snapshot a scrape. `labels` are vLLM's."""
+    """Families made from `engine.stats()`, one snapshot a scrape. `labels` are vLLM's, `prefix` is of its names."""
 
-    def __init__(self, engine: EngineProtocol, labels: Mapping[str, str]) -> None:
+    def __init__(self, engine: EngineProtocol, labels: Mapping[str, str], prefix: str) -> None:
         self._engine = engine
+        self._prefix = prefix
         self._labels = labels
 
     def collect(self) -> Iterator[Metric]:
@@ -41,7 +43,9 @@ class LoadCollector:
             stages.add_metric([name], *_samples(distribution))
         yield stages
         tokens = HistogramMetricFamily(
-            "vllm:iteration_tokens_total", "Tokens that one step computed, drafts included.", labels=[*self._labels]
+            f"{self._prefix}iteration_tokens_total",
+            "Tokens that one step computed, drafts included.",
+            labels=[*self._labels],
         )
         tokens.add_metric([*self._labels.values()], *_samples(stats.step_tokens))
         yield tokens
@@ -59,14 +63,14 @@ class LoadCollector:
             yield GaugeMetricFamily(f"specd_waiting_{name}", text, value=value)
         yield self._split(
             GaugeMetricFamily,
-            "vllm:num_requests_waiting_by_reason",
+            "num_requests_waiting_by_reason",
             "Sequences that wait now; all of them for a place in the batch.",
             "reason",
             {"capacity": stats.waiting, "deferred": 0},
         )
         yield self._split(
             CounterMetricFamily,
-            "vllm:prompt_tokens_by_source",
+            "prompt_tokens_by_source",
             "Prompt tokens of the choices that were scheduled, by where their KV came from.",
             "source",
             {
@@ -88,10 +92,24 @@ class LoadCollector:
         values: Mapping[str, int],
     ) -> Metric:
         """One of vLLM's families with a label more than the common ones."""
-        family = kind(name, text, labels=[*self._labels, label])
+        family = kind(self._prefix + name, text, labels=[*self._labels, label])
         for key, value in values.items():
             family.add_metric([*self._labels.values(), key], value)
         return family
+
+
+class ReloadCollector:
+    """How often the configuration was read again."""
+
+    def __init__(self, reloader: Reloader) -> None:
+        self._reloader = reloader
+
+    def collect(self) -> Iterator[Metric]:
+        text = "Times that the configuration was read again, by what became of it."
+        family = CounterMetricFamily("specd_config_reloads", text, labels=["result"])
+        family.add_metric(["applied"], self._reloader.successes)
+        family.add_metric(["refused"], self._reloader.failures)
+        yield family
 
 
 def _samples(distribution: Distribution) -> tuple[list[tuple[str, float]], float]:

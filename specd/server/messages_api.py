@@ -1,7 +1,6 @@
-"""Anthropic's Messages API, for text: what its SDK and the agents on top of it need.
+"""Anthropic's Messages API: what its SDK and the agents on top of it need.
 
-    message_start | content_block_start | ping | content_block_delta ... | content_block_stop | message_delta |
-    message_stop
+    message_start | a content block ..., ping | message_delta | message_stop      (blocks: see `message_blocks.py`)
 
 A last message of the assistant is continued, as there. Cached prompt tokens are not part of `input_tokens`, as there.
 Source of shapes and order: Anthropic's API reference, "Messages" and "Streaming messages".
@@ -20,24 +19,24 @@ from aiohttp.typedefs import Handler
 from specd.errors import RequestError
 from specd.request import FinishReason, SequenceDelta
 from specd.server.answer_format import output_config, output_format, output_paths
-from specd.server.checks import Check, anything, integer, invalid_type, out_of_range, stop_strings, unsupported
+from specd.server.checks import Check, anything, integer, stop_strings, unsupported
 from specd.server.errors import json_response
 from specd.server.fields import Endpoint, FieldTable, read_table
 from specd.server.generation import REQUEST_ID_KEY, Generation
+from specd.server.message_blocks import ContentBlocks, Event
+from specd.server.messages_input import chat_messages
 from specd.server.responses import ChoiceText, ResponseWriter
+from specd.server.translated_tools import MESSAGES_PATHS, MessagesChoice, messages_choice, messages_tools
 from specd.server.translation import (
     MESSAGE_PREFIX,
     Translation,
     field_table,
     named_event,
     shared_values,
-    text_parts,
 )
 
 PATH = "/v1/messages"
 COUNT_PATH = "/v1/messages/count_tokens"
-_ROLES = ("user", "assistant")
-_MESSAGE_NAMES = frozenset({"role", "content"})
 _KINDS = {
     400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
     413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error",
@@ -47,12 +46,15 @@ _TURN = ("continue_final_message", "add_generation_prompt")
 _PROMPT_FIELDS: dict[str, Check] = {
     "messages": anything({"type": "array", "minItems": 1}),
     "system": anything({"anyOf": [{"type": "string"}, {"type": "array"}]}),
+    "tools": messages_tools,
+    "tool_choice": messages_choice,
 }
 _FORMAT_FIELDS: dict[str, Check] = {"output_config": output_config, "output_format": output_format}
 _UNBUILT: dict[str, tuple[Any, ...]] = {
-    "tools": (), "tool_choice": ({"type": "auto"}, {"type": "none"}), "thinking": ({"type": "disabled"},),
+    "parallel_tool_calls": (True, False), "thinking": ({"type": "disabled"},),
     "container": (), "mcp_servers": (), "context_management": (),
-    "service_tier": ("auto", "standard_only"), "n": (1,), "stop": (), "max_completion_tokens": (),
+    "service_tier": ("auto", "standard_only"), "n": (1,), "stop": (),
+    "max_completion_tokens": (),
     **dict.fromkeys(_TURN, (True, False)),
 }  # fmt: skip
 FIELDS = field_table(
@@ -76,7 +78,7 @@ class MessagesApi:
 
     async def count_tokens(self, request: web.Request) -> web.Response:
         _, prompts, _ = await self._generation.read(request, Endpoint.CHAT, translate_count)
-        return json_response({"input_tokens": len(prompts[0])})
+        return json_response({"input_tokens": len(prompts.ids[0])})
 
     async def on_prepare(self, request: web.Request, response: web.StreamResponse) -> None:
         """The request's name where Anthropic's SDK looks for it."""
@@ -121,8 +123,10 @@ def translate(body: dict[str, Any]) -> Translation:
     chat |= {**shared_values(body), "max_tokens": body["max_tokens"], "stop": body.get("stop_sequences")}
     place = "output_format" if values.get("output_format") else "output_config.format"
     chat["response_format"] = _response_format(values)
-    params = {"stop": "stop_sequences", **output_paths(place)}
-    return Translation(body=chat, encoder=MessagesEncoder, whole=_whole, ignored=ignored + unread, params=params)
+    params = {"stop": "stop_sequences", **output_paths(place), **MESSAGES_PATHS}
+    return Translation(
+        body=chat, encoder=MessagesEncoder, whole=_whole, ignored=ignored + unread, params=params, reads_parts=True
+    )
 
 
 def _response_format(values: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -147,26 +151,15 @@ def translate_count(body: dict[str, Any]) -> Translation:
 
 def _prompt(values: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
     """The fields of a chat's prompt, and the names in messages that nobody reads."""
-    if "messages" not in values:
-        raise RequestError("'messages' is required", code="missing_parameter", param="messages")
-    if not isinstance(values["messages"], list):
-        raise invalid_type("messages", "a list of messages", values["messages"])
-    if not values["messages"]:
-        raise out_of_range("messages", "a list of at least one message", values["messages"])
-    messages, ignored = [], []
-    if values.get("system"):
-        messages.append({"role": "system", "content": text_parts(values["system"], "system", ("text",))})
-    for i, item in enumerate(values["messages"]):
-        param = f"messages[{i}]"
-        if not isinstance(item, dict):
-            raise invalid_type(param, "an object", item)
-        if item.get("role") not in _ROLES:
-            raise out_of_range(f"{param}.role", "one of " + ", ".join(_ROLES), item.get("role"))
-        content = text_parts(item.get("content"), f"{param}.content", ("text",))
-        messages.append({"role": item["role"], "content": content})
-        ignored += [f"{param}.{name}" for name in item if name not in _MESSAGE_NAMES]
+    messages, ignored = chat_messages(values)
     begun = messages[-1]["role"] == "assistant"
-    return {"messages": messages, "continue_final_message": begun, "add_generation_prompt": not begun}, tuple(ignored)
+    turn = {"continue_final_message": begun, "add_generation_prompt": not begun}
+    return {"messages": messages, **turn, **_tools(values)}, ignored
+
+
+def _tools(values: Mapping[str, Any]) -> dict[str, Any]:
+    chosen: MessagesChoice = values.get("tool_choice", MessagesChoice(None, parallel=True))
+    return {"tools": values.get("tools"), "tool_choice": chosen.chosen, "parallel_tool_calls": chosen.parallel}
 
 
 def _check_turn(body: Mapping[str, Any], chat: Mapping[str, Any]) -> None:
@@ -179,13 +172,15 @@ def _check_turn(body: Mapping[str, Any], chat: Mapping[str, Any]) -> None:
 # ---------------------------------------------------------------- the answer
 
 
-def _message(writer: ResponseWriter, usage: dict[str, Any], *, text: str | None, **end: Any) -> dict[str, Any]:
+def _message(
+    writer: ResponseWriter, usage: dict[str, Any], content: list[dict[str, Any]], **end: str | None
+) -> dict[str, Any]:
     return {
         "id": MESSAGE_PREFIX + writer.call.response_id.removeprefix("chatcmpl-"),
         "type": "message",
         "role": "assistant",
         "model": writer.call.model,
-        "content": [] if text is None else [{"type": "text", "text": text}],
+        "content": content,
         "stop_reason": end.get("stop_reason"),
         "stop_sequence": end.get("stop_sequence"),
         "usage": usage,
@@ -205,17 +200,20 @@ def _usage(writer: ResponseWriter, choices: Sequence[ChoiceText]) -> dict[str, A
     }
 
 
-def _end(choice: ChoiceText) -> dict[str, Any]:
-    if choice.finish_reason is FinishReason.LENGTH:
+def _end(choice: ChoiceText, blocks: ContentBlocks) -> dict[str, str | None]:
+    if choice.finish_reason == FinishReason.LENGTH:
         return {"stop_reason": "max_tokens", "stop_sequence": None}
     if isinstance(choice.stop_reason, str):
         return {"stop_reason": "stop_sequence", "stop_sequence": choice.stop_reason}
-    return {"stop_reason": "end_turn", "stop_sequence": None}
+    return {"stop_reason": "tool_use" if blocks.called else "end_turn", "stop_sequence": None}
 
 
 def _whole(writer: ResponseWriter, choices: Sequence[ChoiceText]) -> dict[str, Any]:
-    text = choices[0].take().text
-    return _message(writer, _usage(writer, choices), text=text, **_end(choices[0])) | writer.metrics(choices[0].stats)
+    choice, blocks = choices[0], ContentBlocks()
+    blocks.push(choice.take().parts)
+    blocks.end()
+    message = _message(writer, _usage(writer, choices), blocks.content, **_end(choice, blocks))
+    return message | writer.metrics(choice.stats)
 
 
 class MessagesEncoder:
@@ -226,33 +224,33 @@ class MessagesEncoder:
     def __init__(self, writer: ResponseWriter) -> None:
         self.choices = writer.choices()
         self._writer = writer
+        self._blocks = ContentBlocks()
+        self._pinged = False
         self._event = functools.partial(named_event, padded=writer.call.obfuscated)
 
     def start(self) -> bytes:
-        message = _message(self._writer, _usage(self._writer, self.choices), text=None)
-        block = {"index": 0, "content_block": {"type": "text", "text": ""}}
-        return (
-            self._event("message_start", {"message": message})
-            + self._event("content_block_start", block)
-            + self.keep_alive
-        )
+        message = _message(self._writer, _usage(self._writer, self.choices), [])
+        return self._event("message_start", {"message": message})
 
     def push(self, index: int, delta: SequenceDelta) -> bytes:
         choice = self.choices[index]
         choice.add(delta)
-        text = choice.take().text
-        if not text:
-            return b""
-        return self._event("content_block_delta", {"index": 0, "delta": {"type": "text_delta", "text": text}})
+        return self._events(self._blocks.push(choice.take().parts))
 
     def end(self) -> bytes:
         choice = self.choices[0]
+        last = self._events(self._blocks.end())
         usage, metrics = _usage(self._writer, self.choices), self._writer.metrics(choice.stats)
-        return (
-            self._event("content_block_stop", {"index": 0})
-            + self._event("message_delta", {"delta": _end(choice), "usage": usage, **metrics})
-            + self._event("message_stop", {})
-        )
+        end = {"delta": _end(choice, self._blocks), "usage": usage, **metrics}
+        return last + self._event("message_delta", end) + self._event("message_stop", {})
 
     def failed(self, error: Mapping[str, Any]) -> bytes:
         return self._event("error", {"error": _error(error, 500)["error"]})
+
+    def _events(self, events: Sequence[Event]) -> bytes:
+        """One ping follows the first event, as there."""
+        written = [self._event(name, fields) for name, fields in events]
+        if written and not self._pinged:
+            self._pinged = True
+            written.insert(1, self.keep_alive)
+        return b"".join(written)

@@ -1,7 +1,9 @@
 """/metrics: the engine's counters read at scrape time, and the histograms that only the server can fill.
 
-`specd_*` are our own names; `vllm:*` are the ones that dashboards and load tools already read. Label sets are closed
-(never a request's own words), every series exists from the start at 0, and rates are left to the reader.
+`specd_*` are our own names; `vllm:*` are the ones that dashboards and load tools already read. With
+`server.metrics_compat = "off"` what has those names gets ours, and what we have under a name of our own anyway is left
+out. Label sets are closed (never a request's own words), every series exists from the start at 0, and rates are left to
+the reader.
 """
 
 from __future__ import annotations
@@ -56,48 +58,46 @@ def version() -> str:
 class ServerMetrics:
     """One registry per application: tests and embedders make several in one process."""
 
-    def __init__(self, engine: EngineProtocol) -> None:
+    def __init__(self, engine: EngineProtocol, *, compat: bool = True) -> None:
+        """compat: vLLM's names for what it measures too."""
         self.registry = CollectorRegistry(auto_describe=False)
+        self._prefix = "vllm:" if compat else "specd_"
         self._labels = _vllm_labels(engine.info)
         self.ttft = self._histogram(
-            "vllm:time_to_first_token_seconds", "Time from a request's arrival to its first token.", _TTFT_S
+            "time_to_first_token_seconds", "Time from a request's arrival to its first token.", _TTFT_S
         )
         self.itl = self._histogram(
-            "vllm:inter_token_latency_seconds", "Time between two deliveries of one choice (a step each).", _ITL_S
+            "inter_token_latency_seconds", "Time between two deliveries of one choice (a step each).", _ITL_S
         )
         self._tpot = self._histogram(
-            "vllm:request_time_per_output_token_seconds",
+            "request_time_per_output_token_seconds",
             "Mean time for each token of a finished choice, its first one left out.",
             _ITL_S,
         )
         self.e2e = self._histogram(
-            "vllm:e2e_request_latency_seconds", "Time from a request's arrival to its last token.", _E2E_S
+            "e2e_request_latency_seconds", "Time from a request's arrival to its last token.", _E2E_S
         )
         self._queue = self._histogram(
-            "vllm:request_queue_time_seconds", "Time that a choice waited before it was first scheduled.", _TTFT_S
+            "request_queue_time_seconds", "Time that a choice waited before it was first scheduled.", _TTFT_S
         )
-        self._prompt = self._histogram(
-            "vllm:request_prompt_tokens", "Tokens in the prompt of a finished choice.", _TOKENS
-        )
-        self._output = self._histogram(
-            "vllm:request_generation_tokens", "Tokens that a finished choice generated.", _TOKENS
-        )
+        self._prompt = self._histogram("request_prompt_tokens", "Tokens in the prompt of a finished choice.", _TOKENS)
+        self._output = self._histogram("request_generation_tokens", "Tokens that a finished choice generated.", _TOKENS)
         self._add_counters()
         self._prefill = self._histogram(
-            "vllm:request_prefill_time_seconds", "Time from a choice's first schedule to its first token.", _TTFT_S
+            "request_prefill_time_seconds", "Time from a choice's first schedule to its first token.", _TTFT_S
         )
         self._decode = self._histogram(
-            "vllm:request_decode_time_seconds", "Time from a choice's first token to its last.", _E2E_S
+            "request_decode_time_seconds", "Time from a choice's first token to its last.", _E2E_S
         )
         self._inference = self._histogram(
-            "vllm:request_inference_time_seconds", "Time from a choice's first schedule to its last token.", _E2E_S
+            "request_inference_time_seconds", "Time from a choice's first schedule to its last token.", _E2E_S
         )
         self.max_tokens = self._histogram(
-            "vllm:request_params_max_tokens", "Largest output that a request allowed, in tokens.", _TOKENS
+            "request_params_max_tokens", "Largest output that a request allowed, in tokens.", _TOKENS
         )
-        self.n = self._histogram("vllm:request_params_n", "Choices that a request asked for.", _N)
+        self.n = self._histogram("request_params_n", "Choices that a request asked for.", _N)
         self.longest = self._histogram(
-            "vllm:request_max_num_generation_tokens", "Tokens of a request's longest choice.", _TOKENS
+            "request_max_num_generation_tokens", "Tokens of a request's longest choice.", _TOKENS
         )
         self.backpressure = Histogram(
             "specd_stream_backpressure_seconds",
@@ -106,8 +106,8 @@ class ServerMetrics:
             registry=self.registry,
         )
         self.loop_lag = loop_lag(self.registry)
-        self.registry.register(_EngineCollector(engine))
-        self.registry.register(LoadCollector(engine, self._labels))
+        self.registry.register(_EngineCollector(engine, self._prefix))
+        self.registry.register(LoadCollector(engine, self._labels, self._prefix))
 
     def _add_counters(self) -> None:
         self.responses = Counter(
@@ -130,7 +130,7 @@ class ServerMetrics:
         )
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-        family = Histogram(name, text, [*self._labels], buckets=buckets, registry=self.registry)
+        family = Histogram(self._prefix + name, text, [*self._labels], buckets=buckets, registry=self.registry)
         return family.labels(**self._labels)
 
     def _counter(self, name: str, text: str) -> Counter:
@@ -156,8 +156,9 @@ class ServerMetrics:
 class _EngineCollector:
     """Families made from `engine.stats()` and `engine.info`, one snapshot a scrape."""
 
-    def __init__(self, engine: EngineProtocol) -> None:
+    def __init__(self, engine: EngineProtocol, prefix: str) -> None:
         self._engine = engine
+        self._prefix = prefix  # of vLLM's names
         self._labels = _vllm_labels(engine.info)
 
     def collect(self) -> Iterator[Metric]:
@@ -170,10 +171,9 @@ class _EngineCollector:
     def _vllm(self, stats: EngineStats) -> Iterator[Metric]:
         """vLLM's names, with its labels."""
         used = stats.pages_total - stats.pages_free
+        if self._prefix == "vllm:":
+            yield from self._vllm_speculation(stats)
         counters = {
-            "spec_decode_num_drafts": sum(stats.drafts.values()),
-            "spec_decode_num_draft_tokens": sum(stats.draft_tokens.values()),
-            "spec_decode_num_accepted_tokens": sum(stats.accepted_tokens.values()),
             "prompt_tokens": stats.prompt_tokens,
             "prompt_tokens_cached": stats.cached_tokens,
             "prefix_cache_queries": stats.prompt_tokens,
@@ -182,30 +182,40 @@ class _EngineCollector:
             "num_preemptions": stats.preemptions,
         }
         for name, value in counters.items():
-            yield self._labelled(f"vllm:{name}", _VLLM_TEXTS[name], {(): value})
-        positions: dict[tuple[str, ...], float] = {
-            (str(i),): count for i, count in enumerate(self._padded(stats.accepted_per_position))
-        }
-        name = "vllm:spec_decode_num_accepted_tokens_per_pos"
-        text = "Draft tokens that were kept, by their position in the draft (0 is the first)."
-        yield self._labelled(name, text, positions, "position")
+            yield self._labelled(name, _VLLM_TEXTS[name], {(): value})
         reasons: dict[tuple[str, ...], float] = {(str(r),): stats.finished_requests.get(r, 0) for r in FinishReason}
         text = "Choices that have ended, by finish reason."
-        yield self._labelled("vllm:request_success", text, reasons, "finished_reason")
+        yield self._labelled("request_success", text, reasons, "finished_reason")
         gauges: dict[str, float] = {
             "num_requests_running": stats.running,
             "num_requests_waiting": stats.waiting,
             "kv_cache_usage_perc": used / stats.pages_total if stats.pages_total else 0.0,
         }
         for name, level in gauges.items():
-            family = GaugeMetricFamily(f"vllm:{name}", _VLLM_TEXTS[name], labels=[*self._labels])
+            family = GaugeMetricFamily(self._prefix + name, _VLLM_TEXTS[name], labels=[*self._labels])
             family.add_metric([*self._labels.values()], level)
             yield family
+
+    def _vllm_speculation(self, stats: EngineStats) -> Iterator[Metric]:
+        """What `_speculation` has by source too."""
+        counters = {
+            "spec_decode_num_drafts": sum(stats.drafts.values()),
+            "spec_decode_num_draft_tokens": sum(stats.draft_tokens.values()),
+            "spec_decode_num_accepted_tokens": sum(stats.accepted_tokens.values()),
+        }
+        for name, value in counters.items():
+            yield self._labelled(name, _VLLM_TEXTS[name], {(): value})
+        positions: dict[tuple[str, ...], float] = {
+            (str(i),): count for i, count in enumerate(self._padded(stats.accepted_per_position))
+        }
+        name = "spec_decode_num_accepted_tokens_per_pos"
+        text = "Draft tokens that were kept, by their position in the draft (0 is the first)."
+        yield self._labelled(name, text, positions, "position")
 
     def _labelled(
         self, name: str, text: str, values: Mapping[tuple[str, ...], float], *labels: str
     ) -> CounterMetricFamily:
-        family = CounterMetricFamily(name, text, labels=[*self._labels, *labels])
+        family = CounterMetricFamily(self._prefix + name, text, labels=[*self._labels, *labels])
         for key, value in values.items():
             family.add_metric([*self._labels.values(), *key], value)
         return family
@@ -306,7 +316,7 @@ def _sources(info: EngineInfo) -> tuple[str, ...]:
     """Who proposes, by the names that the engine's counters use."""
     if info.drafter == "none":
         return ()
-    return "ngram" if info.drafter == "ngram" else "drafter", "prediction"
+    return "ngram" if info.drafter == "ngram" else "drafter", "prediction", "corpus", "grammar"
 
 
 def _counter(name: str, text: str, value: float) -> CounterMetricFamily:

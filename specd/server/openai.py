@@ -12,10 +12,11 @@ import orjson
 from specd.config import Config
 from specd.errors import RequestError
 from specd.request import Request, SamplingParams, SpeculationParams
-from specd.server.checks import out_of_range
+from specd.server.checks import out_of_range, unsupported
 from specd.server.echo import Echo
 from specd.server.fields import Endpoint, read_fields, report_names
-from specd.server.structured import grammar_of
+from specd.server.parts import PLAIN, Reading, call_end, marker_ids
+from specd.server.tool_grammar import output_grammar
 from specd.status import EngineInfo
 from specd.text import Tokenizer
 
@@ -47,6 +48,7 @@ class GenerationCall:
     timings: bool = False
     obfuscated: bool = False  # events are padded: their sizes tell little about what is in them
     echoes: tuple[Echo, ...] = ()  # one per prompt when the prompts are repeated
+    reading: Reading = PLAIN  # what is looked for in the text
     scores_only: bool = False  # max_tokens 0: the one token that the engine draws anyway is not shown
 
     @property
@@ -90,7 +92,9 @@ def read_body(
     check_model(values, info)
     _check_limits(values, endpoint, config)
     _check_vocabulary(values, info.vocab_size)
-    grammar_of(values)
+    output_grammar(values)
+    if values.get("tools") and config.chat.tools == "refuse":
+        raise unsupported("tools", list(values["tools"]))
     return values, ignored
 
 
@@ -152,6 +156,7 @@ def build_call(
     weight: int = 1,
     timeout_s: float | None = None,
     exposed: bool = False,
+    reading: Reading = PLAIN,
 ) -> GenerationCall:
     """Engine requests of one body that `read_body` has checked. RequestError when it does not fit the context.
 
@@ -163,6 +168,7 @@ def build_call(
     n = values.get("n", 1)
     _check_choices(n * len(prompts), config)
     sampling = _sampling(values, endpoint, config, info, tokenizer)
+    sampling = dataclasses.replace(sampling, shown_special_ids=marker_ids(reading, tokenizer))
     _check_possible(sampling, info)
     response_id = PREFIXES[endpoint] + request_id
     base = Request(
@@ -190,6 +196,7 @@ def build_call(
         n=n,
         logprobs=sampling.logprobs,
         timings=base.running_stats,
+        reading=reading,
         scores_only=caps[0] == 0,
         **_writing(values, exposed=exposed),
     )
@@ -240,9 +247,11 @@ def _max_tokens(
     room = info.max_len - prompt_len
     if room < 1 or (asked is not None and asked > room):
         wanted = "" if asked is None else f" and {asked} more were requested for the output"
+        # LangChain knows a context that overflows by the words "prompt is too long", LiteLLM by the ones before.
+        advice = "the prompt is too long" if room < 1 else "shorten the prompt or the output"
         raise RequestError(
             f"this model's maximum context length is {info.max_len} tokens, but the prompt has {prompt_len} tokens"
-            f"{wanted}; shorten the prompt or the output",
+            f"{wanted}; {advice}",
             code="context_length_exceeded",
             param="messages" if endpoint is Endpoint.CHAT else "prompt",
         )
@@ -288,13 +297,13 @@ def _sampling(
         bad_words_ids=_bad_words_ids(values.get("bad_words", ()), tokenizer),
         min_tokens=values.get("min_tokens", 0),
         ignore_eos=values.get("ignore_eos", False),
-        stop=tuple(dict.fromkeys(values.get("stop", ()))),
+        stop=tuple(dict.fromkeys(values.get("stop", ()))) + call_end(values),
         stop_token_ids=tuple(dict.fromkeys(values.get("stop_token_ids", ()))),
         include_stop_str_in_output=values.get("include_stop_str_in_output", False),
         skip_special_tokens=values.get("skip_special_tokens", True),
         logprobs=logprobs,
         prompt_logprobs=logprobs if values.get("echo") else None,
-        grammar=grammar_of(values),
+        grammar=output_grammar(values),
     )
 
 

@@ -19,6 +19,7 @@ from specd.server.fields import (
     read_table,
 )
 from specd.server.generation import Generation, Handler, long_work, read_raw
+from specd.server.limits import limits
 from specd.server.metrics import CONTENT_TYPE, ServerMetrics, version
 from specd.server.openai import check_ids, check_model, parse_json
 from specd.server.openapi import document
@@ -27,8 +28,6 @@ from specd.server.responses import error_body, model_card, token_name
 from specd.status import EngineState
 from specd.text import Tokenizer
 
-MAX_HEADERS = 64
-MAX_HEADER_LINE_BYTES = 8190  # aiohttp's own limits on a line of the head and on one header
 _NOT_READY = {
     EngineState.LOADING: ("loading", "The model is being loaded."),
     EngineState.DRAINING: ("draining", "The server is shutting down."),
@@ -88,22 +87,7 @@ class Pages:
 
     async def limits(self, request: web.Request) -> web.Response:
         """What a request may ask, as configured."""
-        server, info = self._config.server, self._engine.info
-        return json_response(
-            {
-                "max_model_len": info.max_len,
-                "max_running": info.max_running,
-                "max_waiting": self._config.scheduler.max_waiting,
-                "max_choices": server.max_choices,
-                "max_prompts": server.max_prompts,
-                "max_stop": server.max_stop,
-                "max_logprobs": server.max_logprobs,
-                "max_draft": info.max_draft,
-                "max_body_bytes": server.max_body_bytes,
-                "max_headers": MAX_HEADERS,
-                "max_header_line_bytes": MAX_HEADER_LINE_BYTES,
-            }
-        )
+        return json_response(limits(self._config, self._engine.info))
 
     # ---------------------------------------------------------------- texts and tokens
 
@@ -130,8 +114,8 @@ class Pages:
             if "add_special_tokens" in values:
                 text = "'add_special_tokens' is for 'prompt' and 'content': a chat template writes its own"
                 raise RequestError(text, code="invalid_value", param="add_special_tokens")
-            (ids,), unread = self._generation.prompts(values, Endpoint.CHAT)
-            return ids, unread
+            prompts = self._generation.prompts(values, Endpoint.CHAT)
+            return prompts.ids[0], prompts.unread
         for name in CHAT_PROMPT_FIELDS:
             if name in values:
                 raise RequestError(f"'{name}' needs 'messages'", code="invalid_value", param=name)
@@ -174,11 +158,11 @@ class Pages:
     async def _render(self, request: web.Request, endpoint: Endpoint) -> web.Response:
         """The prompts that the same body would be answered for at the endpoint itself."""
         values, prompts, _ = await self._generation.read(request, endpoint)
-        size = sum(len(ids) for ids in prompts)
-        texts = await long_work(size, lambda: [self._decode(ids) for ids in prompts])
+        size = sum(len(ids) for ids in prompts.ids)
+        texts = await long_work(size, lambda: [self._decode(ids) for ids in prompts.ids])
         found = [
             {"prompt": text, "prompt_token_ids": ids, "count": len(ids)}
-            for text, ids in zip(texts, prompts, strict=True)
+            for text, ids in zip(texts, prompts.ids, strict=True)
         ]
         return json_response({"model": values["model"], "max_model_len": self._engine.info.max_len, "prompts": found})
 

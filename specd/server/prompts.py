@@ -6,18 +6,31 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from specd.config import ChatConfig
 from specd.errors import RequestError
 from specd.server.chat import ChatTemplate
 from specd.server.checks import invalid_type, out_of_range, string, token_ids, unsupported
 from specd.server.fields import asks_nothing
 from specd.server.openai import check_ids
+from specd.server.reasoning import Thinking, after_message, after_prompt
+from specd.server.tools import Tool, content_text, hermes_messages, offered_tools, tool_calls
 from specd.text import Tokenizer
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _MESSAGE_STRINGS = ("name", "tool_call_id")
 # Parts of a message that ask for what is not built; SDKs send them back empty.
-_MESSAGE_UNBUILT = ("tool_calls", "function_call", "audio")
-_MESSAGE_INERT = frozenset({"refusal", "annotations", "reasoning_content", "reasoning"})
+_MESSAGE_UNBUILT = ("function_call", "audio")
+_MESSAGE_THOUGHTS = ("reasoning", "reasoning_content")
+_MESSAGE_INERT = frozenset({"refusal", "annotations", *_MESSAGE_THOUGHTS})
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Prompts:
+    """What one body asks to be continued."""
+
+    ids: list[tuple[int, ...]]
+    unread: tuple[str, ...] = ()  # names in it that nobody reads
+    thinking: Thinking | None = None  # where the outputs stand; None where no thinking is looked for
 
 
 def completion_prompts(value: Any, tokenizer: Tokenizer, *, vocab_size: int, max_prompts: int) -> list[tuple[int, ...]]:
@@ -64,24 +77,39 @@ def _ids(value: list[Any], param: str, vocab_size: int) -> tuple[int, ...]:
     return ids
 
 
-def check_messages(value: Any) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
+def check_messages(value: Any, *, calls: bool = True) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
     """`messages` as a template wants them, and the names in them that nobody reads. Raises RequestError.
 
+    calls: whether there may be calls of tools in them.
     Content parts come back as text parts (the template joins them); `developer` is OpenAI's newer name for `system`.
     """
     if not isinstance(value, list):
         raise invalid_type("messages", "a list of messages", value)
     if not value:
         raise out_of_range("messages", "a list of at least one message", value)
-    messages, ignored = [], []
+    messages: list[dict[str, Any]] = []
+    ignored: list[str] = []
     for i, item in enumerate(value):
         param = f"messages[{i}]"
         if not isinstance(item, dict):
             raise invalid_type(param, "an object", item)
-        messages.append(_message(item, param))
-        known = {"role", "content", *_MESSAGE_STRINGS, *_MESSAGE_UNBUILT, *_MESSAGE_INERT}
+        message = _message(item, param)
+        if item.get("tool_calls"):
+            message["tool_calls"], unread = _calls(item, param, allowed=calls)
+            ignored += unread
+        messages.append(message)
+        known = {"role", "content", "tool_calls", *_MESSAGE_STRINGS, *_MESSAGE_UNBUILT, *_MESSAGE_INERT}
         ignored += [f"{param}.{name}" for name in item if name not in known]
     return messages, tuple(ignored)
+
+
+def _calls(item: dict[str, Any], param: str, *, allowed: bool) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
+    if not allowed:
+        raise unsupported(f"{param}.tool_calls", item["tool_calls"])
+    if item["role"] != "assistant":
+        text = f"'{param}.tool_calls' are an assistant's; the role of this message is {item['role']}"
+        raise RequestError(text, code="invalid_value", param=f"{param}.tool_calls")
+    return tool_calls(item["tool_calls"], f"{param}.tool_calls")
 
 
 def _message(item: dict[str, Any], param: str) -> dict[str, Any]:
@@ -100,6 +128,9 @@ def _message(item: dict[str, Any], param: str) -> dict[str, Any]:
     for name in _MESSAGE_STRINGS:
         if item.get(name) is not None:
             message[name] = string(item[name], f"{param}.{name}")
+    for name in _MESSAGE_THOUGHTS if role == "assistant" else ():
+        if item.get(name) is not None:
+            message["reasoning_content"] = string(item[name], f"{param}.{name}")  # the name that templates know
     return message
 
 
@@ -107,6 +138,8 @@ def _content(item: dict[str, Any], param: str) -> str | list[dict[str, str]]:
     content = item.get("content")
     if isinstance(content, str):
         return content
+    if content is None and item.get("tool_calls"):
+        return ""
     if content is None:
         raise RequestError(f"'{param}' is required", code="missing_parameter", param=param)
     if not isinstance(content, list):
@@ -157,21 +190,46 @@ def unread_kwargs(values: Mapping[str, Any], template: ChatTemplate | None) -> t
     return tuple(f"chat_template_kwargs.{name}" for name in values.get("chat_template_kwargs", {}) if name not in known)
 
 
-def chat_prompt(
-    messages: list[dict[str, Any]], tokenizer: Tokenizer, template: ChatTemplate | None, options: ChatOptions
-) -> tuple[int, ...]:
-    """Messages through the model's own template, as token ids. Raises RequestError."""
+def chat_prompts(
+    values: Mapping[str, Any], tokenizer: Tokenizer, template: ChatTemplate | None, chat: ChatConfig
+) -> Prompts:
+    """The chat of checked fields through the model's own template. Raises RequestError."""
+    messages, unread = check_messages(values["messages"], calls=chat.tools != "refuse")
+    options = chat_options(values, messages)
     if template is None:
         raise RequestError(
             "this model has no chat template; use /v1/completions", code="chat_template_missing", param="messages"
         )
+    offered = offered_tools(values)
+    if chat.tools == "hermes" or (chat.tools == "auto" and not template.reads_tools):
+        messages, offered = hermes_messages(messages, offered), ()
+    else:
+        _check_tools_are_read(messages, offered, template)
     rendered = template.render(
         messages,
         add_generation_prompt=options.add_generation_prompt,
         continue_final=options.continue_final,
+        tools=[tool.spec for tool in offered],
         kwargs=options.kwargs,
     )
     ids = tuple(tokenizer.encode_chat(rendered))
     if not ids:
         raise out_of_range("messages", "messages that make at least one token", messages)
-    return ids
+    thinks = chat.reasoning == "think" or (chat.reasoning == "auto" and template.thinks)
+    place = _thinking(messages, rendered.text, options) if thinks else None
+    return Prompts([ids], unread + unread_kwargs(values, template), place)
+
+
+def _check_tools_are_read(messages: list[dict[str, Any]], offered: tuple[Tool, ...], template: ChatTemplate) -> None:
+    calls = [f"messages[{i}].tool_calls" for i, message in enumerate(messages) if "tool_calls" in message]
+    for param in (["tools"] if offered else []) + calls:
+        if not template.reads_tools:
+            text = f"'{param}': this model's chat template knows no tools, and the server adds none (chat.tools)"
+            raise RequestError(text, code="unsupported_parameter", param=param)
+
+
+def _thinking(messages: list[dict[str, Any]], text: str, options: ChatOptions) -> Thinking:
+    """Where the output of a prompt stands."""
+    if options.continue_final:
+        return after_message(content_text(messages[-1]["content"]))
+    return after_prompt(text) if options.add_generation_prompt else Thinking.EXPECTED

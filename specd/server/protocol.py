@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any, Protocol
 
 from specd.request import Request, SequenceDelta
-from specd.status import EngineInfo, EngineState, EngineStats, RequestStatus
+from specd.status import EngineInfo, EngineState, EngineStats, PageMap, RequestStatus
 from specd.text import Tokenizer
 
 
@@ -47,6 +47,10 @@ class EngineProtocol(Protocol):
     def stats(self) -> EngineStats: ...
 
     def requests(self) -> list[RequestStatus]: ...
+
+    def page_map(self) -> PageMap:
+        """The page pool as the page at /ui draws it."""
+        ...
 
     def trace(self, seconds: float) -> dict[str, Any]:
         """Chrome trace JSON of the last `seconds` of the stage timeline."""

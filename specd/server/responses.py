@@ -7,14 +7,17 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from specd.request import FinishReason, SequenceDelta, SequenceStats, TokenLogprob, TokenOrigin
+from specd.hermes import Text
+from specd.request import DraftedToken, FinishReason, SequenceDelta, SequenceStats, TokenLogprob, TokenOrigin
 from specd.server.echo import Echo
 from specd.server.fields import Endpoint
 from specd.server.openai import GenerationCall
+from specd.server.parts import PLAIN, Part, PartReader, chat_message, joined, text_of
 from specd.status import EngineInfo
 from specd.text import Detokenizer, Tokenizer
 
 NO_ECHO = Echo("", ())
+_WHOLE = slice(None)
 LOGPROB_FLOOR = -9999.0  # OpenAI's value for "never"; JSON has no infinity
 
 
@@ -22,26 +25,35 @@ LOGPROB_FLOOR = -9999.0  # OpenAI's value for "never"; JSON has no infinity
 class Piece:
     """Tokens of one choice that are written together."""
 
-    text: str = ""
+    parts: tuple[Part, ...] = ()
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()
     origins: tuple[tuple[TokenOrigin, int, int], ...] = ()
+    drafts: tuple[DraftedToken | None, ...] = ()
+
+    @property
+    def text(self) -> str:
+        """The answer's own: without what it thinks and what it calls."""
+        return text_of(self.parts)
 
 
 class ChoiceText:
     """One choice while it grows: `add` deltas, `take` what has gathered since the last time.
 
     scores_only: the prompt alone is looked at, tokens that follow it are left out.
+    reader: what finds the parts of the text; without one it is all text.
     """
 
-    def __init__(self, *, scores_only: bool = False) -> None:
+    def __init__(self, *, scores_only: bool = False, reader: PartReader | None = None) -> None:
         self._scores_only = scores_only
-        self._text: list[str] = []
+        self._reader = reader
+        self._parts: list[Part] = []
         self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprob] = []
         self._origins: list[tuple[TokenOrigin, int, int]] = []
+        self._drafts: list[DraftedToken | None] = []
         self.num_tokens = 0  # taken or not
-        self.finish_reason: FinishReason | None = None
+        self.finish_reason: str | None = None  # chat's "tool_calls" among them
         self.stop_reason: str | int | None = None
         self.stats: SequenceStats | None = None
         self.running_stats: SequenceStats | None = None
@@ -52,6 +64,16 @@ class ChoiceText:
         """Tokens with log-probabilities that were not taken yet, the prompt's among them."""
         return len(self._logprobs) + len(self.prompt_logprobs or ())
 
+    @property
+    def has_parts(self) -> bool:
+        """Whether there is anything to write but tokens."""
+        return bool(self._parts)
+
+    @property
+    def num_reasoning_tokens(self) -> int | None:
+        """Tokens of the thinking; None where none was looked for."""
+        return None if self._reader is None else self._reader.num_reasoning_tokens
+
     def add(self, delta: SequenceDelta) -> None:
         if delta.prompt_logprobs is not None:
             self.prompt_logprobs = delta.prompt_logprobs
@@ -59,21 +81,27 @@ class ChoiceText:
         if self._scores_only:
             end = delta.finish_reason and FinishReason.LENGTH
             nothing = dataclasses.replace(delta, token_ids=(), text="", logprobs=None, origins=(), stop_reason=None)
+            nothing = dataclasses.replace(nothing, drafts=())
             delta = dataclasses.replace(nothing, finish_reason=end)
-        if delta.text:
-            self._text.append(delta.text)
+        if self._reader is not None:
+            self._parts += self._reader.read(delta)
+        elif delta.text:
+            self._parts.append(Text(delta.text))
         self._token_ids += delta.token_ids
         self._logprobs += delta.logprobs or ()
         self._origins += delta.origins
+        self._drafts += delta.drafts
         self.num_tokens += len(delta.token_ids)
         if delta.finish_reason is not None:
-            self.finish_reason = delta.finish_reason
-            self.stop_reason = delta.stop_reason
+            reasons = delta.finish_reason, delta.stop_reason
+            self.finish_reason, self.stop_reason = self._reader.finish(delta) if self._reader else reasons
             self.stats = delta.stats
 
     def take(self) -> Piece:
-        piece = Piece("".join(self._text), tuple(self._token_ids), tuple(self._logprobs), tuple(self._origins))
-        for gathered in (self._text, self._token_ids, self._logprobs, self._origins):
+        parts = tuple(joined(self._parts))
+        ids, logprobs, origins = tuple(self._token_ids), tuple(self._logprobs), tuple(self._origins)
+        piece = Piece(parts, ids, logprobs, origins, tuple(self._drafts))
+        for gathered in (self._parts, self._token_ids, self._logprobs, self._origins, self._drafts):
             gathered.clear()
         return piece
 
@@ -124,22 +152,28 @@ class ResponseWriter:
 
     def choices(self) -> list[ChoiceText]:
         """Empty ones, for the deltas to come."""
-        return [ChoiceText(scores_only=self.call.scores_only) for _ in range(self.call.num_choices)]
+        scores_only = self.call.scores_only
+        return [ChoiceText(scores_only=scores_only, reader=self._reader()) for _ in range(self.call.num_choices)]
+
+    def _reader(self) -> PartReader | None:
+        return None if self.call.reading == PLAIN else PartReader(self.call.reading, self._tokenizer)
 
     def echo(self, choice: int) -> Echo:
         """What stands before the text of a choice; empty when nothing is to be repeated."""
         return self.call.echoes[choice // self.call.n] if self.call.echoes else NO_ECHO
 
-    def echo_logprobs(self, choice: int, found: Sequence[TokenLogprob] | None) -> dict[str, Any] | None:
-        """`logprobs` of an echoed prompt, whose first token has none; found: of the tokens after it."""
+    def echo_logprobs(
+        self, choice: int, found: Sequence[TokenLogprob] | None, part: slice = _WHOLE
+    ) -> dict[str, Any] | None:
+        """`logprobs` of an echoed prompt, whose first token has none; found: of the tokens after it; part: of it."""
         if self.call.logprobs is None or not self.call.echoes or found is None:
             return None
-        ids = self.prompt_ids(choice)
+        scores = (None, *found)[part]
         return {
-            "text_offset": list(self.echo(choice).offsets),
-            "token_logprobs": [None, *(_finite(item.logprob) for item in found)],
-            "tokens": [self._token(token_id) for token_id in ids],
-            "top_logprobs": [None, *(self._top(item) for item in found)],
+            "text_offset": list(self.echo(choice).offsets[part]),
+            "token_logprobs": [item and _finite(item.logprob) for item in scores],
+            "tokens": [self._token(token_id) for token_id in self.prompt_ids(choice)[part]],
+            "top_logprobs": [item and self._top(item) for item in scores],
         }
 
     def logprobs(self, choice: int, piece: Piece) -> dict[str, Any] | None:
@@ -191,21 +225,26 @@ class ResponseWriter:
         if all(stats is not None for stats in firsts):
             cached = sum(stats.cached_tokens for stats in firsts if stats is not None)
             usage["prompt_tokens_details"] = {"cached_tokens": cached}
-        usage |= self._predicted(choices)
-        return usage
+        details = {**self._thought(choices), **self._predicted(choices)}
+        return usage | ({"completion_tokens_details": details} if details else {})
 
-    def _predicted(self, choices: Sequence[ChoiceText]) -> dict[str, Any]:
+    @staticmethod
+    def _thought(choices: Sequence[ChoiceText]) -> dict[str, int]:
+        """Tokens of the thinking so far, where the model may think."""
+        counts = [choice.num_reasoning_tokens for choice in choices]
+        return {} if None in counts else {"reasoning_tokens": sum(count or 0 for count in counts)}
+
+    def _predicted(self, choices: Sequence[ChoiceText]) -> dict[str, int]:
         """What became of a prediction, once all choices have ended: its tokens that were verified, kept or not."""
         if self.call.requests[0].prediction is None:
             return {}
         ended = [choice.stats for choice in choices if choice.stats is not None]
         if len(ended) < len(choices):
             return {}
-        details = {
+        return {
             "accepted_prediction_tokens": sum(stats.accepted_prediction_tokens for stats in ended),
             "rejected_prediction_tokens": sum(stats.rejected_prediction_tokens for stats in ended),
         }
-        return {"completion_tokens_details": details}
 
     def metrics(self, stats: SequenceStats | None) -> dict[str, Any]:
         """`{"metrics": {"speculative_decoding": ...}}` in vLLM's shape, or {} with detail "none"."""
@@ -242,11 +281,20 @@ class ResponseWriter:
         return {"timings": found}
 
     def origins(self, piece: Piece) -> dict[str, Any]:
-        """`{"specd": {"tokens": [[id, origin, step, position]]}}` with detail "tokens", else {}."""
+        """`{"specd": {"tokens": [[id, origin, step, position, p, rejected]]}}` with detail "tokens", else {}.
+
+        p: the drafter's probability of what it proposed there; rejected: the text of that, where it was not kept.
+        """
         if self.call.detail != "tokens" or not piece.origins:
             return {}
-        rows = [[token, *origin] for token, origin in zip(piece.token_ids, piece.origins, strict=True)]
-        return {"specd": {"tokens": rows}}
+        found = zip(piece.token_ids, piece.origins, piece.drafts, strict=True)
+        return {"specd": {"tokens": [[token, *origin, *self._drafted(token, draft)] for token, origin, draft in found]}}
+
+    def _drafted(self, token_id: int, draft: DraftedToken | None) -> tuple[float | None, str | None]:
+        if draft is None:
+            return None, None
+        kept = draft.token_id == token_id
+        return draft.prob, None if kept else token_name(self._tokenizer, draft.token_id)
 
     def whole(self, choices: Sequence[ChoiceText]) -> dict[str, Any]:
         """The body of a request that does not stream, from choices that have finished."""
@@ -265,7 +313,7 @@ class ResponseWriter:
         chat = self.call.endpoint is Endpoint.CHAT
         body: dict[str, Any] = {"index": index}
         if chat:
-            body["message"] = {"role": "assistant", "content": piece.text, "refusal": None}
+            body["message"] = chat_message(piece.parts, self.call.reading)
         else:
             body["text"] = self.echo(index).text + piece.text
         body["logprobs"] = _joined(self.echo_logprobs(index, choice.prompt_logprobs), self.logprobs(index, piece))

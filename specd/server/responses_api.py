@@ -1,7 +1,6 @@
 """OpenAI's Responses API, the part without state: nothing is stored, so nothing can be continued by name.
 
-    created | in_progress | output_item.added | content_part.added | output_text.delta ... | output_text.done |
-    content_part.done | output_item.done | completed or incomplete
+    created | in_progress | an item ... | completed or incomplete        (items: see `response_items.py`)
 
 Source of shapes and order: the OpenAI API reference, "Responses" and "Streaming events".
 """
@@ -29,26 +28,17 @@ from specd.server.checks import (
     stop_strings,
     string,
     sub_object,
-    unsupported,
 )
-from specd.server.fields import asks_nothing, read_table
+from specd.server.fields import read_table
 from specd.server.generation import Generation
+from specd.server.response_items import Event, OutputItems, Status
 from specd.server.responses import ChoiceText, ResponseWriter
+from specd.server.responses_input import input_messages
 from specd.server.sse import KEEP_ALIVE
-from specd.server.translation import (
-    MESSAGE_PREFIX,
-    RESPONSE_PREFIX,
-    Translation,
-    field_table,
-    named_event,
-    shared_values,
-    text_parts,
-)
+from specd.server.translated_tools import RESPONSES_PATHS, responses_choice, responses_tools
+from specd.server.translation import RESPONSE_PREFIX, Translation, field_table, named_event, shared_values
 
 PATH = "/v1/responses"
-_ROLES = ("user", "assistant", "system", "developer")
-_TEXT_KINDS = ("input_text", "output_text", "text")
-_ITEM_NAMES = frozenset({"type", "role", "content", "id", "status", "phase"})
 _MAX_METADATA = 16
 
 
@@ -68,11 +58,13 @@ FIELDS = field_table(
         "instructions": string,
         "max_output_tokens": integer(1),
         "stop": stop_strings,
+        "tools": responses_tools,
+        "tool_choice": responses_choice,
+        "parallel_tool_calls": boolean,
         "text": text,
         "stream_options": sub_object({"include_obfuscation": boolean}),
         # What changes nothing and is repeated in the answer.
         "metadata": metadata,
-        "parallel_tool_calls": boolean,
         "prompt_cache_key": string,
         "safety_identifier": string,
         "user": string,
@@ -80,7 +72,7 @@ FIELDS = field_table(
     inert=(),
     unbuilt={
         "store": (False,), "background": (False,), "previous_response_id": (), "conversation": (), "prompt": (),
-        "tools": (), "tool_choice": ("none", "auto"), "max_tool_calls": (), "include": (), "truncation": ("disabled",),
+        "max_tool_calls": (), "include": (), "truncation": ("disabled",),
         "reasoning": ({"effort": None, "summary": None},),
         "top_logprobs": (0,), "n": (1,), "service_tier": ("auto",), "context_management": (),
         "messages": (), "max_tokens": (), "max_completion_tokens": (),
@@ -103,44 +95,22 @@ def translate(body: dict[str, Any]) -> Translation:
     values, ignored = read_table(body, FIELDS)
     if "input" not in values:
         raise RequestError("'input' is required", code="missing_parameter", param="input")
-    messages, unread = _messages(values["input"])
+    messages, unread = input_messages(values["input"])
     if "instructions" in values:
         messages.insert(0, {"role": "system", "content": values["instructions"]})
     chat = {**shared_values(body), "messages": messages}
     chat |= {name: body.get(name) for name in ("stop", "stream_options")}
     chat["max_completion_tokens"] = body.get("max_output_tokens")
+    chat |= {name: values.get(name) for name in ("tools", "tool_choice", "parallel_tool_calls")}
     chat["response_format"] = values.get("text")
     return Translation(
         body=chat,
         encoder=functools.partial(ResponsesEncoder, body=body),
         whole=functools.partial(_whole, body),
         ignored=ignored + unread,
-        params={"messages": "input", "max_completion_tokens": "max_output_tokens", **TEXT_PATHS},
+        reads_parts=True,
+        params={"messages": "input", "max_completion_tokens": "max_output_tokens", **TEXT_PATHS, **RESPONSES_PATHS},
     )
-
-
-def _messages(value: Any) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
-    """`input` as chat messages, and the names in it that nobody reads."""
-    if isinstance(value, str):
-        return [{"role": "user", "content": value}], ()
-    if not isinstance(value, list):
-        raise invalid_type("input", "a string or a list of messages", value)
-    if not value:
-        raise out_of_range("input", "a string, or a list of at least one message", value)
-    found: list[dict[str, Any]] = []
-    ignored: list[str] = []
-    for i, item in enumerate(value):
-        param = f"input[{i}]"
-        if not isinstance(item, dict):
-            raise invalid_type(param, "an object", item)
-        if not asks_nothing(item.get("type"), ("message",)):
-            raise unsupported(f"{param}.type", item["type"])
-        if item.get("role") not in _ROLES:
-            raise out_of_range(f"{param}.role", "one of " + ", ".join(_ROLES), item.get("role"))
-        content = text_parts(item.get("content"), f"{param}.content", _TEXT_KINDS)
-        found.append({"role": item["role"], "content": content})
-        ignored += [f"{param}.{name}" for name in item if name not in _ITEM_NAMES]
-    return found, tuple(ignored)
 
 
 # ---------------------------------------------------------------- the answer
@@ -150,25 +120,17 @@ class _Shapes:
     """The objects that answers are made of."""
 
     def __init__(self, writer: ResponseWriter, body: Mapping[str, Any]) -> None:
-        name = writer.call.response_id.removeprefix("chatcmpl-")
-        self.id, self.item_id = RESPONSE_PREFIX + name, MESSAGE_PREFIX + name
+        self.name = writer.call.response_id.removeprefix("chatcmpl-")
         self._writer = writer
         self._body = body
 
-    def part(self, text: str) -> dict[str, Any]:
-        return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
-
-    def item(self, text: str | None, status: str) -> dict[str, Any]:
-        content = [] if text is None else [self.part(text)]
-        return {"id": self.item_id, "type": "message", "status": status, "role": "assistant", "content": content}
-
-    def response(self, choices: Sequence[ChoiceText], text: str | None) -> dict[str, Any]:
-        """text: of the finished answer; None while it is in progress."""
+    def response(self, choices: Sequence[ChoiceText], output: list[dict[str, Any]] | None) -> dict[str, Any]:
+        """output: the items of the finished answer; None while it is in progress."""
         call, body = self._writer.call, self._body
         sampling = call.requests[0].sampling
-        status = "in_progress" if text is None else item_status(choices[0])
+        status = "in_progress" if output is None else item_status(choices[0])
         return {
-            "id": self.id,
+            "id": RESPONSE_PREFIX + self.name,
             "object": "response",
             "created_at": call.created,
             "completed_at": int(time.time()) if status == "completed" else None,
@@ -180,8 +142,8 @@ class _Shapes:
             "max_output_tokens": body.get("max_output_tokens"),
             "max_tool_calls": None,
             "model": call.model,
-            "output": [] if text is None else [self.item(text, status)],
-            "parallel_tool_calls": body.get("parallel_tool_calls", True),
+            "output": output or [],
+            "parallel_tool_calls": body.get("parallel_tool_calls") is not False,
             "previous_response_id": None,
             "prompt_cache_key": body.get("prompt_cache_key"),
             "reasoning": {"effort": None, "summary": None},
@@ -190,14 +152,14 @@ class _Shapes:
             "store": False,
             "temperature": sampling.temperature,
             "text": {"format": (body.get("text") or {}).get("format") or {"type": "text"}},
-            "tool_choice": "auto",
-            "tools": [],
+            "tool_choice": body.get("tool_choice") or "auto",
+            "tools": body.get("tools") or [],
             "top_logprobs": 0,
             "top_p": sampling.top_p,
             "presence_penalty": sampling.presence_penalty,
             "frequency_penalty": sampling.frequency_penalty,
             "truncation": "disabled",
-            "usage": None if text is None else self._usage(choices),
+            "usage": None if output is None else self._usage(choices),
             "user": body.get("user"),
             "metadata": body.get("metadata") or {},
         }
@@ -213,13 +175,16 @@ class _Shapes:
         }
 
 
-def item_status(choice: ChoiceText) -> str:
-    return "incomplete" if choice.finish_reason is FinishReason.LENGTH else "completed"
+def item_status(choice: ChoiceText) -> Status:
+    return "incomplete" if choice.finish_reason == FinishReason.LENGTH else "completed"
 
 
 def _whole(body: Mapping[str, Any], writer: ResponseWriter, choices: Sequence[ChoiceText]) -> dict[str, Any]:
-    response = _Shapes(writer, body).response(choices, choices[0].take().text)
-    return response | writer.metrics(choices[0].stats)
+    shapes = _Shapes(writer, body)
+    items = OutputItems(shapes.name)
+    items.push(choices[0].take().parts)
+    items.end(item_status(choices[0]))
+    return shapes.response(choices, items.output) | writer.metrics(choices[0].stats)
 
 
 class ResponsesEncoder:
@@ -231,50 +196,35 @@ class ResponsesEncoder:
         self.choices = writer.choices()
         self._writer = writer
         self._shapes = _Shapes(writer, body)
-        self._text: list[str] = []
+        self._items = OutputItems(self._shapes.name)
         self._sequence = 0
 
     def start(self) -> bytes:
         response = self._shapes.response(self.choices, None)
-        return b"".join(
-            (
-                self._event("response.created", response=response),
-                self._event("response.in_progress", response=response),
-                self._event("response.output_item.added", output_index=0, item=self._shapes.item(None, "in_progress")),
-                self._part_event("response.content_part.added", part=self._shapes.part("")),
-            )
-        )
+        names = "response.created", "response.in_progress"
+        return b"".join(self._event(name, response=response) for name in names)
 
     def push(self, index: int, delta: SequenceDelta) -> bytes:
         choice = self.choices[index]
         choice.add(delta)
-        text = choice.take().text
-        if not text:
-            return b""
-        self._text.append(text)
-        return self._part_event("response.output_text.delta", delta=text, logprobs=[])
+        return self._events(self._items.push(choice.take().parts))
 
     def end(self) -> bytes:
-        text, status = "".join(self._text), item_status(self.choices[0])
-        response = self._shapes.response(self.choices, text) | self._writer.metrics(self.choices[0].stats)
-        return b"".join(
-            (
-                self._part_event("response.output_text.done", text=text, logprobs=[]),
-                self._part_event("response.content_part.done", part=self._shapes.part(text)),
-                self._event("response.output_item.done", output_index=0, item=self._shapes.item(text, status)),
-                self._event(f"response.{status}", response=response),
-            )
-        )
+        status = item_status(self.choices[0])
+        last = self._events(self._items.end(status))
+        response = self._shapes.response(self.choices, self._items.output)
+        response |= self._writer.metrics(self.choices[0].stats)
+        return last + self._event(f"response.{status}", response=response)
 
     def failed(self, error: Mapping[str, Any]) -> bytes:
         """`error` is told twice: in the event's own fields, and where the SDKs look before they raise."""
         told = error["error"]
         return self._event("error", code=told["code"], message=told["message"], param=told["param"], error=told)
 
-    def _part_event(self, name: str, **fields: Any) -> bytes:
-        return self._event(name, item_id=self._shapes.item_id, output_index=0, content_index=0, **fields)
+    def _events(self, events: Sequence[Event]) -> bytes:
+        return b"".join(self._event(name, **fields) for name, fields in events)
 
-    def _event(self, name: str, **fields: Any) -> bytes:
+    def _event(self, name: str, /, **fields: Any) -> bytes:
         body = {"sequence_number": self._sequence, **fields}
         self._sequence += 1
         return named_event(name, body, padded=self._writer.call.obfuscated)

@@ -74,10 +74,23 @@ def _body(kind: str, choice: Schema, *, chunk: bool) -> Schema:
     return record({**fixed, "usage": ref("Usage")}, optional={**_EXTRAS, "prompt_token_ids": IDS})
 
 
+_THOUGHTS: dict[str, Schema] = {"reasoning_content": STRING, "reasoning": STRING}  # one of them, as configured
+_FUNCTION: dict[str, Schema] = {"name": STRING, "arguments": STRING}
 _MESSAGE = record(
     {"role": const("assistant"), "content": nullable(STRING), "refusal": {"type": "null"}},
-    optional={"tool_calls": array({"type": "object"}), "reasoning_content": nullable(STRING)},
+    optional={"tool_calls": array(ref("ToolCall")), **_THOUGHTS},
 )
+_DELTA: Schema = {
+    "type": "object",
+    "additionalProperties": False,
+    "properties": {
+        "role": const("assistant"),
+        "content": nullable(STRING),
+        "refusal": {"type": "null"},
+        "tool_calls": {**array(ref("ToolCallDelta")), "minItems": 1, "maxItems": 1},
+        **_THOUGHTS,
+    },
+}
 
 SCHEMAS: dict[str, Schema] = {
     "Error": record(
@@ -112,9 +125,10 @@ SCHEMAS: dict[str, Schema] = {
         optional={"draft_n": COUNT, "draft_n_accepted": COUNT},
     ),
     "Origins": {
-        **record({"tokens": array({"type": "array", "minItems": 4, "maxItems": 4})}),
-        "description": "[token id, origin, step, position in the step's block] per token; origin: "
-        "t(arget), d(raft), n(gram), p(rediction), b(onus)",
+        **record({"tokens": array({"type": "array", "minItems": 6, "maxItems": 6})}),
+        "description": "[token id, origin, step, position in the step's block, the drafter's probability of what it "
+        "proposed there or null, the text of that where it was not kept or null] per token; origin: "
+        "t(arget), d(raft), n(gram), p(rediction), c(orpus), g(rammar), b(onus)",
     },
     "CompletionLogprobs": record(
         {
@@ -136,9 +150,17 @@ SCHEMAS: dict[str, Schema] = {
     ),
     "ChatCompletionChunk": _body(
         "chat.completion.chunk",
-        _choice({"delta": {"type": "object"}}, "ChatLogprobs", nullable(FINISH_REASON)),
+        _choice({"delta": _DELTA}, "ChatLogprobs", nullable(FINISH_REASON)),
         chunk=True,
     ),
+    "ToolCall": record({"id": STRING, "type": const("function"), "function": record(_FUNCTION)}),
+    "ToolCallDelta": {
+        **record(
+            {"index": COUNT, "function": record({"arguments": STRING}, optional={"name": STRING})},
+            optional={"id": STRING, "type": const("function")},
+        ),
+        "description": "id, type and the function's name come first, with empty arguments, then more of the arguments",
+    },
     "Response": record(
         {
             "id": STRING,
@@ -179,7 +201,7 @@ SCHEMAS: dict[str, Schema] = {
         }
     ),
     "Models": record({"object": const("list"), "data": array(ref("Model"))}),
-    "Limits": {"type": "object", "additionalProperties": COUNT},
+    "Limits": {"type": "object", "additionalProperties": nullable({"type": "number", "minimum": 0})},
     "Tokens": record({"count": COUNT, "max_model_len": COUNT, "tokens": IDS}, optional={"token_strs": array(STRING)}),
     "Text": record({"prompt": STRING}),
     "TokenizerInfo": record(

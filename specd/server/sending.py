@@ -14,8 +14,8 @@ from aiohttp import web
 
 from specd.server.record import RequestRecord
 
-_KERNEL_BYTES = 128 << 10  # SO_SNDBUF; Linux doubles it for its own use
-_TRANSPORT_BYTES = 32 << 10  # from here on the transport says that it is full
+KERNEL_BYTES = 128 << 10  # SO_SNDBUF; Linux doubles it for its own use
+TRANSPORT_BYTES = 32 << 10  # from here on the transport says that it is full
 
 
 class SlowClientError(Exception):
@@ -32,9 +32,10 @@ class Sender:
         self._response = response
         self._record = record
         self._timeout_s = timeout_s
+        self.sent_s = time.monotonic()  # of the latest bytes
         transport = self.transport
-        transport.set_write_buffer_limits(high=_TRANSPORT_BYTES)
-        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _KERNEL_BYTES)
+        transport.set_write_buffer_limits(high=TRANSPORT_BYTES)
+        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, KERNEL_BYTES)
 
     @property
     def transport(self) -> asyncio.Transport:
@@ -56,3 +57,4 @@ class Sender:
         finally:
             self._record.backpressure_s += time.monotonic() - start
         self._record.bytes_sent += len(data)
+        self.sent_s = time.monotonic()

@@ -1,9 +1,11 @@
 """Server-sent events of one streamed answer. Pure: deltas in, bytes out; no HTTP.
 
-    role chunk of each choice (chat) | text chunks | finish chunk of each choice | usage chunk | [DONE]
+    role chunk of each choice (chat) | chunks of text, thinking and calls | finish chunk of each choice | usage chunk |
+    [DONE]
 
-A text chunk is never empty: tokens that release no text yet travel with the next chunk of their choice that has some,
-or with its finish chunk. So the concatenation of chunks does not depend on how tokens were grouped into deltas.
+Such a chunk is never empty: tokens that release nothing yet travel with the next chunk of their choice that has some,
+or with its finish chunk. Of several chunks that one delta makes, the first carries its tokens. So the concatenation of
+chunks does not depend on how tokens were grouped into deltas.
 Only `data:` lines and comments are written: `id:` and `retry:` break a widely used client.
 """
 
@@ -17,25 +19,28 @@ import orjson
 
 from specd.request import FinishReason, SequenceDelta
 from specd.server.fields import Endpoint
+from specd.server.parts import chat_delta
 from specd.server.responses import ChoiceText, Piece, ResponseWriter
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
+_HEAD = b"data: "
+_ECHO_TOKENS = 2048  # of a chunk
 _BUCKET_BYTES = 64
 
 
-def event(body: dict[str, Any]) -> bytes:
-    """One event; JSON has no raw newlines, so one line is always enough."""
-    return b"data: " + orjson.dumps(body) + b"\n\n"
+def event(body: dict[str, Any], head: bytes = _HEAD) -> bytes:
+    """One event; JSON has no raw newlines, so one line is always enough. head: up to the body."""
+    return head + orjson.dumps(body) + b"\n\n"
 
 
-def padded_event(body: dict[str, Any]) -> bytes:
+def padded_event(body: dict[str, Any], head: bytes = _HEAD) -> bytes:
     """One event whose size is a multiple of 64 bytes, by a random string in `obfuscation`, as OpenAI's API does.
 
     Sizes of packets tell how many tokens a step gave, which tells about the text (arXiv 2411.01076).
     """
-    missing = -len(event(body | {"obfuscation": ""})) % _BUCKET_BYTES
-    return event(body | {"obfuscation": secrets.token_urlsafe(_BUCKET_BYTES)[:missing]})
+    missing = -len(event(body | {"obfuscation": ""}, head)) % _BUCKET_BYTES
+    return event(body | {"obfuscation": secrets.token_urlsafe(_BUCKET_BYTES)[:missing]}, head)
 
 
 class StreamEncoder:
@@ -59,8 +64,9 @@ class StreamEncoder:
         """The role chunks. Completions have none."""
         if not self._chat:
             return b""
+        content = None if self._call.reading.forced else ""
         roles = [
-            self._chunk(i, {"delta": {"role": "assistant", "content": "", "refusal": None}}, Piece())
+            self._chunk(i, {"delta": {"role": "assistant", "content": content, "refusal": None}}, Piece())
             for i in range(self._call.num_choices)
         ]
         return b"".join(roles)
@@ -71,19 +77,32 @@ class StreamEncoder:
         choice = self.choices[index]
         choice.add(delta)
         chunks = b"" if self._echoed[index] else self._echo(index, choice)
-        if delta.text and not self._call.scores_only:
+        if choice.has_parts:
             piece = choice.take()
-            content: dict[str, Any] = {"delta": {"content": piece.text}} if self._chat else {"text": piece.text}
-            chunks += self._chunk(index, content, piece)
+            for content in self._contents(piece):
+                chunks += self._chunk(index, content, piece)
+                piece = Piece()
         if choice.finish_reason is not None:
             chunks += self._finish(index, choice)
         return chunks
 
+    def _contents(self, piece: Piece) -> list[dict[str, Any]]:
+        """What each chunk of a piece says."""
+        if not self._chat:
+            return [{"text": piece.text}]
+        return [{"delta": chat_delta(part, self._call.reading)} for part in piece.parts]
+
     def _echo(self, index: int, choice: ChoiceText) -> bytes:
-        """The prompt of a choice, before its first token."""
+        """The prompt of a choice, before its first token; a long one in several chunks: each holds the GIL."""
         self._echoed[index] = True
-        text, logprobs = self._writer.echo(index).text, self._writer.echo_logprobs(index, choice.prompt_logprobs)
-        return self._chunk(index, {"text": text}, Piece(), logprobs=logprobs) if text or logprobs else b""
+        echo = self._writer.echo(index)
+        chunks = b""
+        for start in range(0, len(echo.offsets), _ECHO_TOKENS):
+            part = slice(start, start + _ECHO_TOKENS)
+            text, logprobs = echo.part(part), self._writer.echo_logprobs(index, choice.prompt_logprobs, part)
+            if text or logprobs:
+                chunks += self._chunk(index, {"text": text}, Piece(), logprobs=logprobs)
+        return chunks
 
     def _finish(self, index: int, choice: ChoiceText) -> bytes:
         content: dict[str, Any] = {"delta": {}} if self._chat else {"text": ""}

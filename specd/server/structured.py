@@ -64,14 +64,15 @@ def _limited(text: str, param: str) -> str:
 
 
 @documented({"type": "string", "pattern": f"^{_NAME.pattern}$"})
-def _name(value: Any, param: str) -> str:
+def identifier(value: Any, param: str) -> str:
+    """OpenAI's names of schemas and functions."""
     if _NAME.fullmatch(string(value, param)) is None:
         raise out_of_range(param, "1 to 64 characters of A-Z a-z 0-9 _ -", value)
     return str(value)
 
 
 _JSON_SCHEMA = sub_object(
-    {"name": _name, "description": string, "schema": anything({"type": "object"}), "strict": boolean}
+    {"name": identifier, "description": string, "schema": anything({"type": "object"}), "strict": boolean}
 )
 _FORMATS: dict[str, Mapping[str, Check]] = {
     "text": {},
@@ -95,8 +96,9 @@ _FORMAT_SCHEMA: Schema = {
 }
 
 
-def _required(fields: Mapping[str, Any], name: str, param: str) -> Any:
-    if name not in fields:
+def required(fields: Mapping[str, Any], name: str, param: str) -> Any:
+    """One field of an object that must have it. Raises RequestError."""
+    if fields.get(name) is None:
         raise RequestError(f"'{param}.{name}' is required", code="missing_parameter", param=f"{param}.{name}")
     return fields[name]
 
@@ -107,15 +109,15 @@ def response_format(value: Any, param: str) -> Grammar | None:
     if not isinstance(value, dict):
         raise invalid_type(param, "an object", value)
     given = {name: item for name, item in value.items() if item is not None}
-    kind = _KIND(_required(given, "type", param), f"{param}.type")
+    kind = _KIND(required(given, "type", param), f"{param}.type")
     fields = sub_object({"type": _KIND, **_FORMATS[kind]})(given, param)
     if kind == "text":
         return None
     if kind == "json_object":
         return Grammar("json_schema", _ANY_OBJECT, param)
-    wanted = _required(fields, "json_schema", param)
-    _required(wanted, "name", f"{param}.json_schema")
-    schema = _required(wanted, "schema", f"{param}.json_schema")
+    wanted = required(fields, "json_schema", param)
+    required(wanted, "name", f"{param}.json_schema")
+    schema = required(wanted, "schema", f"{param}.json_schema")
     where = f"{param}.json_schema.schema"
     return Grammar("json_schema", schema_text(schema, where), where)
 
@@ -180,10 +182,15 @@ def grammar_of(values: Mapping[str, Any]) -> Grammar | None:
             code="invalid_value",
             param="structured_outputs",
         )
+    check_end(values, grammar)
+    return grammar
+
+
+def check_end(values: Mapping[str, Any], grammar: Grammar | None) -> None:
+    """Raises RequestError for `ignore_eos` together with a grammar."""
     if grammar is not None and values.get("ignore_eos"):
         raise RequestError(
             f"'ignore_eos' cannot be true together with '{grammar.param}': an output ends where its grammar does",
             code="invalid_value",
             param="ignore_eos",
         )
-    return grammar

@@ -8,17 +8,18 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import re
-import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
-import orjson
-
+from specd.config import ChatConfig
 from specd.errors import RequestError
 from specd.request import SequenceDelta
 from specd.server.checks import Check, invalid_type, string, unsupported
 from specd.server.fields import ENDPOINT_FIELDS, Endpoint, FieldTable
+from specd.server.parts import PLAIN, Reading, reading_of
+from specd.server.reasoning import Thinking
 from specd.server.responses import ChoiceText, ResponseWriter
+from specd.server.sse import event, padded_event
 
 # Fields of chat completions that mean the same in every API.
 SHARED = (
@@ -28,8 +29,8 @@ SHARED = (
     "request_id", "chat_template_kwargs",
 )  # fmt: skip
 RESPONSE_PREFIX, MESSAGE_PREFIX = "resp_", "msg_"  # of an answer's `id`, instead of chat's
-_DEFAULT_TRUE = {"add_generation_prompt": (True,)}  # chat's own fields that ask for something when they are false
-_BUCKET_BYTES = 64
+# Chat's own fields that ask for something when they are false.
+_DEFAULT_TRUE = {"add_generation_prompt": (True,), "parallel_tool_calls": (True,)}
 
 
 class Encoder(Protocol):
@@ -62,7 +63,12 @@ class Translation:
     encoder: Callable[[ResponseWriter], Encoder]
     whole: Callable[[ResponseWriter, Sequence[ChoiceText]], dict[str, Any]]
     ignored: tuple[str, ...] = ()  # names in the request that nobody reads
-    params: Mapping[str, str] = dataclasses.field(default_factory=dict)  # a chat field's path -> the request's own
+    reads_parts: bool = False  # its answers tell thinking and calls apart from text
+    params: Mapping[str, str] = dataclasses.field(default_factory=dict)  # a chat field's path -> the request's own; [*]
+
+    def reading(self, values: Mapping[str, Any], thinking: Thinking | None, chat: ChatConfig) -> Reading:
+        """What to look for in the answer's text."""
+        return reading_of(values, thinking, chat) if self.reads_parts else PLAIN
 
 
 Translate = Callable[[dict[str, Any]], Translation]
@@ -76,10 +82,12 @@ def own_names(params: Mapping[str, str]) -> Iterator[None]:
     except RequestError as error:
         message, param = str(error), error.param or ""
         for name in sorted(params, key=len, reverse=True):  # the longest that fits says it
-            place = re.compile(rf"{re.escape(name)}(?![A-Za-z0-9_-])")
+            path = re.escape(name).replace(r"\[\*\]", r"\[(\d+)\]")
+            place = re.compile(rf"{path}(?![A-Za-z0-9_-])")
             if place.match(param):
-                param = place.sub(params[name], param, count=1)
-                message = re.sub(f"'{place.pattern}", f"'{params[name]}", message)
+                own = params[name].replace("[*]", r"[\1]")
+                param = place.sub(own, param, count=1)
+                message = re.sub(f"'{place.pattern}", f"'{own}", message)
                 raise RequestError(message, code=error.code, param=param) from error
         raise
 
@@ -111,24 +119,21 @@ def text_parts(value: Any, param: str, kinds: tuple[str, ...]) -> str | list[dic
         raise RequestError(f"'{param}' is required", code="missing_parameter", param=param)
     if not isinstance(value, list):
         raise invalid_type(param, "a string or a list of text parts", value)
-    return [{"type": "text", "text": _part(part, f"{param}[{i}]", kinds)} for i, part in enumerate(value)]
+    return [text_part(part, f"{param}[{i}]", kinds) for i, part in enumerate(value)]
 
 
-def _part(part: Any, param: str, kinds: tuple[str, ...]) -> str:
+def text_part(part: Any, param: str, kinds: tuple[str, ...]) -> dict[str, str]:
+    """One part of such a list, for a chat message."""
     if not isinstance(part, dict):
         raise invalid_type(param, "an object", part)
     if part.get("type") not in kinds:
         raise unsupported(f"{param}.type", part.get("type"))
     if part.get("text") is None:
         raise RequestError(f"'{param}.text' is required", code="missing_parameter", param=f"{param}.text")
-    return string(part["text"], f"{param}.text")
+    return {"type": "text", "text": string(part["text"], f"{param}.text")}
 
 
 def named_event(name: str, body: dict[str, Any], *, padded: bool) -> bytes:
     """One event with its name, which these APIs repeat in `type`. padded: see `sse.padded_event`."""
-    data = {"type": name, **body}
-    line = b"event: " + name.encode() + b"\ndata: "
-    if padded:
-        missing = -len(line + orjson.dumps(data | {"obfuscation": ""}) + b"\n\n") % _BUCKET_BYTES
-        data["obfuscation"] = secrets.token_urlsafe(_BUCKET_BYTES)[:missing]
-    return line + orjson.dumps(data) + b"\n\n"
+    write = padded_event if padded else event
+    return write({"type": name, **body}, b"event: " + name.encode() + b"\ndata: ")

@@ -26,7 +26,8 @@ from specd.server.admin.console import Console
 from specd.server.admin.peers import Level, Peer, peer_of
 from specd.server.openai import parse_json
 
-_MAX_BODY_BYTES = 1 << 20
+_MAX_BODY_BYTES = 1 << 20  # of JSON, which is parsed on the loop
+_MAX_TEXT_BYTES = 4 << 20
 _MAX_CALLS = 32  # at a time, of the callers of one level
 _MAX_STREAMS = 16  # the same for /v1/events, beside the calls
 _BODY_DEADLINE_S = 10.0
@@ -34,7 +35,7 @@ _MAX_LOGGED = 512  # characters of arguments in the log
 _LOGGED_DEPTH = 4  # no command takes deeper ones
 _STATUS = {
     "forbidden": 403, "not_found": 404, "request_timeout": 408, "conflict": 409, "generation_mismatch": 412,
-    "busy": 503,
+    "busy": 503, "quota_exceeded": 409,
 }  # fmt: skip
 _PEER_KEY: web.RequestKey[Peer | None] = web.RequestKey("peer", Peer)
 
@@ -45,7 +46,7 @@ log = get_logger("admin")
 def create_admin_app(console: Console) -> web.Application:
     """See `commands.COMMANDS`; and GET /v1/events. Listen with `bind_admin_socket` and `web.SockSite`."""
     desk = _Desk(console)
-    app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[desk.middleware])
+    app = web.Application(middlewares=[desk.middleware])
     for command in COMMANDS:
         app.router.add_route(command.method, command.path, desk.handler(command))
     app.router.add_get("/v1/events", desk.events)
@@ -71,7 +72,7 @@ class _Desk:
             outcome = "failed"
             try:
                 self._check_level(peer, command.level)
-                arguments = await _arguments(request)
+                arguments = await _arguments(request, command)
                 self._check_generation(request)
                 result = await command.run(self._console, Arguments(arguments))
                 if command.changes and not arguments.get("dry_run"):
@@ -178,15 +179,15 @@ class _Desk:
                     await send({**event, "dropped": listener.num_dropped})
 
 
-async def _arguments(request: web.Request) -> dict[str, Any]:
+async def _arguments(request: web.Request, command: Command) -> dict[str, Any]:
     """Of the query, the body and the path, in one; each name once. Raises RequestError."""
     try:
         async with asyncio.timeout(_BODY_DEADLINE_S):
-            raw = await request.read()
+            body = await _body(request, command)
     except TimeoutError as error:
         raise RequestError(f"the body took longer than {_BODY_DEADLINE_S:g} s", code="request_timeout") from error
     found: dict[str, Any] = {}
-    for source in (request.query, parse_json(raw) if raw else {}, request.match_info):
+    for source in (request.query, body, request.match_info):
         for name, value in source.items():
             if name in found:
                 raise RequestError(f"{name[:64]} is given twice", code="invalid_value", param=name[:64])
@@ -194,10 +195,27 @@ async def _arguments(request: web.Request) -> dict[str, Any]:
     return found
 
 
+async def _body(request: web.Request, command: Command) -> Mapping[str, Any]:
+    """The arguments that the body gives. Raises RequestError; aiohttp answers 413 by itself."""
+    plain = command.text and request.content_type == "text/plain"
+    raw = await request.clone(client_max_size=_MAX_TEXT_BYTES if plain else _MAX_BODY_BYTES).read()
+    if not plain:
+        return parse_json(raw) if raw else {}
+    try:
+        return {command.text: raw.decode()}
+    except UnicodeDecodeError as error:
+        raise RequestError(f"the body is not UTF-8: {error}", code="invalid_text", param=command.text) from error
+
+
 def _log(command: Command, peer: Peer | None, arguments: Mapping[str, Any], outcome: str) -> None:
     who = None if peer is None else {k: v for k, v in dataclasses.asdict(peer).items() if k != "groups"}
-    shown = json.dumps(_cut(arguments, _LOGGED_DEPTH), separators=(",", ":"))[:_MAX_LOGGED]
+    plain = {name: _size(value) if name in command.content else value for name, value in arguments.items()}
+    shown = json.dumps(_cut(plain, _LOGGED_DEPTH), separators=(",", ":"))[:_MAX_LOGGED]
     log.warning("admin_called", command=command.name, peer=who, arguments=shown, result=outcome)
+
+
+def _size(value: object) -> str:
+    return f"<{len(value)}>" if isinstance(value, str | list) else "<>"
 
 
 def _cut(value: object, depth: int) -> object:

@@ -9,7 +9,7 @@ from typing import Any
 
 from specd.errors import RequestError
 from specd.selfcheck import compare_with_plain
-from specd.server.admin import views
+from specd.server.admin import corpora, views
 from specd.server.admin.arguments import Arguments
 from specd.server.admin.console import Console, Shutdown
 from specd.server.admin.peers import Level
@@ -31,6 +31,8 @@ class Command:
     path: str  # with {id} where the path names something: an argument like the others
     level: Level
     run: Run
+    text: str = ""  # the argument that a body of text/plain is; the others stand in the query then
+    content: tuple[str, ...] = ()  # arguments whose size alone is logged
 
     @property
     def changes(self) -> bool:
@@ -261,5 +263,17 @@ COMMANDS = (
     Command("keys", "GET", "/v1/keys", Level.ADMIN, keys),
     Command("keys-add", "POST", "/v1/keys", Level.ADMIN, keys_add),
     Command("keys-remove", "DELETE", "/v1/keys/{id}", Level.ADMIN, keys_remove),
+    Command("corpora", "GET", "/v1/corpora", Level.ADMIN, corpora.listed),
+    Command("corpora-show", "GET", "/v1/corpora/{name}", Level.ADMIN, corpora.show),
+    Command(
+        "corpora-put",
+        "PUT",
+        "/v1/corpora/{name}",
+        Level.ADMIN,
+        corpora.put,
+        text="text",
+        content=("text", "token_ids"),
+    ),
+    Command("corpora-delete", "DELETE", "/v1/corpora/{name}", Level.ADMIN, corpora.delete),
     Command("shutdown", "POST", "/v1/shutdown", Level.ADMIN, shutdown),
 )

@@ -11,9 +11,8 @@ import time
 from pathlib import Path
 
 from specd.errors import ConfigError, RequestError
-from specd.server.auth import ApiKeys, entry_of
+from specd.server.auth import KEY_ID_LEN, ApiKeys, entry_of
 
-_ID_LEN = 12  # hexadecimal digits of the hash that name a key
 _NOTE = re.compile(r"# key ([0-9a-f]{12}) \S+ (.+)")  # written above a key that was made here
 
 
@@ -35,6 +34,13 @@ class KeyFile:
                 found.append({"id": key[0], "name": names.get(key[0]), "weight": key[1], "stored": stored})
         return found
 
+    def salt(self, key_id: str) -> bytes:
+        """What separates this key's caches from the others'. Raises RequestError when there is no such key."""
+        salt = self._keys.salt_of(key_id)
+        if salt is None:
+            raise RequestError(f"there is no key {key_id!r}", code="not_found", param="key")
+        return salt
+
     def add(self, name: str) -> dict[str, object]:
         """A new key: this is the only time that it is shown. Raises RequestError when the file cannot be written."""
         if not self.path:
@@ -42,8 +48,8 @@ class KeyFile:
         key = "sk-" + secrets.token_urlsafe(32)
         digest = hashlib.sha256(key.encode()).hexdigest()
         today = time.strftime("%Y-%m-%d", time.gmtime())
-        self._write([*self._lines(), f"# key {digest[:_ID_LEN]} {today} {name}", f"sha256:{digest}"])
-        return {"id": digest[:_ID_LEN], "name": name, "key": key}
+        self._write([*self._lines(), f"# key {digest[:KEY_ID_LEN]} {today} {name}", f"sha256:{digest}"])
+        return {"id": digest[:KEY_ID_LEN], "name": name, "key": key}
 
     def remove(self, key_id: str) -> dict[str, object]:
         """Raises RequestError when there is no such key, or no other one: an empty file must not open the server."""
@@ -64,7 +70,7 @@ class KeyFile:
         if not line or line.startswith("#"):
             return None
         digest, weight = entry_of(line, self.path)
-        return digest.hex()[:_ID_LEN], weight
+        return digest.hex()[:KEY_ID_LEN], weight
 
     def _lines(self) -> list[str]:
         """Stripped ones. Raises ConfigError."""

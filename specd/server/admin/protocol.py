@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from specd.config import SchedulerConfig
+from specd.corpora import Corpora
 from specd.errors import SpecdError
 from specd.server.protocol import EngineProtocol
 from specd.status import KVStatus, LengthPolicy, RequestDetail
@@ -12,6 +13,8 @@ from specd.status import KVStatus, LengthPolicy, RequestDetail
 
 class AdminEngine(EngineProtocol, Protocol):
     """All methods are called on the event loop and none of them blocks it."""
+
+    corpora: Corpora
 
     def abort(self, request_id: str, error: SpecdError | None = None) -> bool:
         """Ends a live request, its stream with `error`; False when there is none of that name."""
