@@ -14,7 +14,8 @@ its memory, descriptors, threads and tasks are counted. It fails (exit code 1)
 - when accepted is not finished + failed + aborted, when one failed, or when the daemon logs an error;
 - when the answer to one of a few greedy prompts is not what it was at first, alone or among others.
 
-Prints a line a window and writes benchmarks/results/soak.json.
+Memory needs the default half hour, or a fast model: until buffers, thread pools and the ring of spans have been filled
+it rises by right. Prints a line a window and writes benchmarks/results/soak.json.
 """
 
 from __future__ import annotations

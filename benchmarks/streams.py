@@ -9,7 +9,9 @@ core the client took. Looked at while all streams decode, between the last strea
     schedule_ms  commit and schedule, of one step
     loop_ms      processor time of the event loop's thread in one step: commit, schedule, launch, JSON, HTTP
     idle_ms      the part of a step in which no stream of the device computes: host time that nothing hides
-    lag_*_ms     how late a timer of the event loop fired (`specd_loop_lag_seconds`; between its buckets: linear)
+
+Of the whole round, prompts included: `lag_*_ms`, how late a timer of the event loop fired (`specd_loop_lag_seconds`;
+linear between its buckets), the time to the first text, the gaps between chunks, and tokens/s.
 
 Writes benchmarks/results/streams.json, and the same as a table in streams.md.
 """

@@ -26,7 +26,7 @@ from specd.text import Tokenizer
 MAX_CORPORA = 32  # a look-up asks each of them
 SHORTEST, LONGEST = 3, 9  # tokens of a match: fewer are found everywhere, more do not tell places apart
 _BITS = 21  # of a token id in a key of three
-_SLICE_CHARS = 1 << 14  # tokenised at a time: a tokenizer holds the GIL
+_SLICE = 1 << 14  # characters or ids that become tokens at a time: the GIL is held meanwhile
 
 I32 = npt.NDArray[np.int32]
 I64 = npt.NDArray[np.int64]
@@ -215,22 +215,20 @@ class Corpora:
 
     async def _tokens(self, given: str | Sequence[int], room: int) -> I32:
         """Raises RequestError for ids that are none, and as soon as there are more than `room`."""
-        parts: list[Sequence[int]] = [given] if not isinstance(given, str) else []
-        count = 0
-        for piece in _slices(given) if isinstance(given, str) else ():
-            parts.append(await asyncio.to_thread(self._tokenizer.encode, piece, add_special=False))
+        parts, count = [], 0
+        for piece in _slices(given):
+            parts.append(await asyncio.to_thread(self._part, piece, count))
             count += len(parts[-1])
             self._check_room(count, room)
-        self._check_room(sum(map(len, parts)), room)
-        tokens = await asyncio.to_thread(lambda: np.concatenate([np.asarray(part, np.int64) for part in parts]))
-        wrong = np.flatnonzero((tokens < 0) | (tokens >= self._vocab_size))
-        if len(wrong):
-            raise RequestError(
-                f"token_ids[{wrong[0]}] = {tokens[wrong[0]]}: must be in 0..{self._vocab_size - 1}",
-                code="out_of_range",
-                param="token_ids",
-            )
-        return tokens.astype(np.int32)
+        return await asyncio.to_thread(np.concatenate, parts)
+
+    def _part(self, piece: str | Sequence[int], before: int) -> I32:
+        ids = self._tokenizer.encode(piece, add_special=False) if isinstance(piece, str) else piece
+        for i, token in enumerate(ids, before):
+            if not 0 <= token < self._vocab_size:
+                text = f"token_ids[{i}] = {token}: must be in 0..{self._vocab_size - 1}"
+                raise RequestError(text, code="out_of_range", param="token_ids")
+        return np.asarray(ids, np.int32)
 
     def _check_room(self, count: int, room: int) -> None:
         if count > room:
@@ -240,11 +238,12 @@ class Corpora:
             )
 
 
-def _slices(text: str) -> Iterator[str]:
-    """The text in parts of about 16 Ki characters that end with a line, where there are lines."""
+def _slices(given: str | Sequence[int]) -> Iterator[str | Sequence[int]]:
+    """Parts of about 16 Ki characters, or ids; those of a text end with a line, where there are lines."""
     start = 0
-    while start < len(text):
-        end = start + _SLICE_CHARS
-        end = text.rfind("\n", start, end) + 1 or end if end < len(text) else len(text)
-        yield text[start:end]
+    while start < len(given):
+        end = start + _SLICE
+        if isinstance(given, str) and end < len(given):
+            end = given.rfind("\n", start, end) + 1 or end
+        yield given[start:end]
         start = end

@@ -72,6 +72,7 @@ async def test_a_corpus_is_its_keys_own(tmp_path: Path, desk: Desk) -> None:
         ({"text": 1}, 400, "invalid_type"),
         ({"token_ids": [1, True]}, 400, "invalid_type"),
         ({"token_ids": [10**6]}, 400, "out_of_range"),
+        ({"token_ids": [1, 2**63]}, 400, "out_of_range"),
         ({"text": "a", "ttl": 0}, 400, "out_of_range"),
         ({"text": "a", "key": "0" * 12}, 404, "not_found"),
         ({"text": "a", "tll": 5}, 400, "unknown_parameter"),

@@ -74,7 +74,7 @@ def parsed(chunks: list[bytes]) -> list[Event]:
     """What httpx-sse makes of a body that comes in these chunks."""
     httpx, sse = library("httpx"), library("httpx_sse")
 
-    class Body(httpx.SyncByteStream):  # type: ignore[misc, name-defined]
+    class Body(httpx.SyncByteStream):
         def __iter__(self) -> Iterator[bytes]:
             yield from chunks
 
