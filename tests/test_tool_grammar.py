@@ -122,3 +122,20 @@ def test_no_grammar_where_nothing_is_exact() -> None:
     )
     assert other is not None
     assert (other.kind, json.loads(other.text)) == ("json_schema", NUMBER)
+
+
+def test_one_of_that_calls_itself_is_proved_as_in_response_format() -> None:
+    leaf = {"type": "object", "properties": {"leaf": {"type": "integer"}}, "required": ["leaf"]}
+    node = {"type": "array", "items": {"$ref": "#/$defs/tree"}}
+    tree = {"oneOf": [{**leaf, "additionalProperties": False}, node]}
+    schema = {
+        "type": "object",
+        "properties": {"t": {"$ref": "#/$defs/tree"}},
+        "required": ["t"],
+        "$defs": {"tree": tree},
+    }
+    tool = {"type": "function", "function": {"name": "f", "parameters": {**schema, "additionalProperties": False}}}
+    fields = {"tools": [tool], "tool_choice": "required"}
+    said = '<tool_call>\n{"name": "f", "arguments": {"t": [{"leaf": 1}, []]}}\n</tool_call>'
+    assert allowed(fields, said)
+    assert not allowed(fields, said.replace("1", '"x"'))

@@ -13,6 +13,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from specd import one_of
 from specd.errors import RequestError
 from specd.hermes import BEGIN, END
 from specd.request import Grammar
@@ -93,7 +94,8 @@ def _answer(other: Grammar) -> str:
 def _json(schema: Mapping[str, Any]) -> str:
     from specd.guidance import JSON_OPTIONS
 
-    return "%json " + json.dumps({**schema, "x-guidance": JSON_OPTIONS})
+    proved = json.loads(one_of.settled(json.dumps(schema)))
+    return "%json " + json.dumps({**proved, "x-guidance": JSON_OPTIONS})
 
 
 def _literal(text: str) -> str:
