@@ -125,17 +125,19 @@ def test_no_grammar_where_nothing_is_exact() -> None:
 
 
 def test_one_of_that_calls_itself_is_proved_as_in_response_format() -> None:
-    leaf = {"type": "object", "properties": {"leaf": {"type": "integer"}}, "required": ["leaf"]}
-    node = {"type": "array", "items": {"$ref": "#/$defs/tree"}}
-    tree = {"oneOf": [{**leaf, "additionalProperties": False}, node]}
-    schema = {
-        "type": "object",
-        "properties": {"t": {"$ref": "#/$defs/tree"}},
-        "required": ["t"],
-        "$defs": {"tree": tree},
-    }
-    tool = {"type": "function", "function": {"name": "f", "parameters": {**schema, "additionalProperties": False}}}
-    fields = {"tools": [tool], "tool_choice": "required"}
-    said = '<tool_call>\n{"name": "f", "arguments": {"t": [{"leaf": 1}, []]}}\n</tool_call>'
+    child = {"$ref": "#/$defs/tree"}
+    branches = [
+        {
+            "type": "object",
+            "properties": {"kind": {"const": kind}, **properties},
+            "required": ["kind", *properties],
+            "additionalProperties": False,
+        }
+        for kind, properties in (("leaf", {"n": {"type": "integer"}}), ("node", {"left": child, "right": child}))
+    ]
+    schema = {"type": "object", "properties": {"t": child}, "required": ["t"], "$defs": {"tree": {"oneOf": branches}}}
+    fields = {"tools": [tool("f", parameters=schema)], "tool_choice": "required"}
+    leaf = '{"kind": "leaf", "n": 1}'
+    said = written("f", f'{{"t": {{"kind": "node", "left": {leaf}, "right": {leaf}}}}}')
     assert allowed(fields, said)
     assert not allowed(fields, said.replace("1", '"x"'))
