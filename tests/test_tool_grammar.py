@@ -125,19 +125,13 @@ def test_no_grammar_where_nothing_is_exact() -> None:
 
 
 def test_one_of_that_calls_itself_is_proved_as_in_response_format() -> None:
-    child = {"$ref": "#/$defs/tree"}
-    branches = [
-        {
-            "type": "object",
-            "properties": {"kind": {"const": kind}, **properties},
-            "required": ["kind", *properties],
-            "additionalProperties": False,
-        }
-        for kind, properties in (("leaf", {"n": {"type": "integer"}}), ("node", {"left": child, "right": child}))
+    child = {"$ref": "#/$defs/node"}
+    kinds = [
+        {"type": "object", "properties": {"kind": {"const": kind}, "child": child}, "required": ["kind"]}
+        for kind in ("a", "b")
     ]
-    schema = {"type": "object", "properties": {"t": child}, "required": ["t"], "$defs": {"tree": {"oneOf": branches}}}
+    schema = {"type": "object", "properties": {"t": child}, "required": ["t"], "$defs": {"node": {"oneOf": kinds}}}
     fields = {"tools": [tool("f", parameters=schema)], "tool_choice": "required"}
-    leaf = '{"kind": "leaf", "n": 1}'
-    said = written("f", f'{{"t": {{"kind": "node", "left": {leaf}, "right": {leaf}}}}}')
+    said = written("f", '{"t": {"kind": "a", "child": {"kind": "b"}}}')
     assert allowed(fields, said)
-    assert not allowed(fields, said.replace("1", '"x"'))
+    assert not allowed(fields, said.replace('"b"', '"c"'))
