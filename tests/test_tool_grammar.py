@@ -13,6 +13,7 @@ from specd.guidance import build_tokenizer, compile_matcher
 from specd.server.fields import Endpoint, read_fields
 from specd.server.tool_grammar import output_grammar
 from tests.test_hermes import call, parse
+from tests.test_one_of import TREE
 
 NODE = {
     "$defs": {
@@ -125,12 +126,7 @@ def test_no_grammar_where_nothing_is_exact() -> None:
 
 
 def test_one_of_that_calls_itself_is_proved_as_in_response_format() -> None:
-    child = {"$ref": "#/$defs/node"}
-    kinds = [
-        {"type": "object", "properties": {"kind": {"const": kind}, "child": child}, "required": ["kind"]}
-        for kind in ("a", "b")
-    ]
-    schema = {"type": "object", "properties": {"t": child}, "required": ["t"], "$defs": {"node": {"oneOf": kinds}}}
+    schema = {"type": "object", "properties": {"t": TREE}, "required": ["t"], "$defs": TREE["$defs"]}
     fields = {"tools": [tool("f", parameters=schema)], "tool_choice": "required"}
     said = written("f", '{"t": {"kind": "a", "child": {"kind": "b"}}}')
     assert allowed(fields, said)
