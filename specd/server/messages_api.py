@@ -24,7 +24,7 @@ from specd.server.errors import json_response
 from specd.server.fields import Endpoint, FieldTable, read_table
 from specd.server.generation import REQUEST_ID_KEY, Generation
 from specd.server.message_blocks import ContentBlocks, Event
-from specd.server.messages_input import chat_messages
+from specd.server.messages_input import MESSAGES_SCHEMA, TEXTS_SCHEMA, chat_messages
 from specd.server.responses import ChoiceText, ResponseWriter
 from specd.server.translated_tools import MESSAGES_PATHS, MessagesChoice, messages_choice, messages_tools
 from specd.server.translation import (
@@ -44,8 +44,8 @@ _KINDS = {
 
 _TURN = ("continue_final_message", "add_generation_prompt")
 _PROMPT_FIELDS: dict[str, Check] = {
-    "messages": anything({"type": "array", "minItems": 1}),
-    "system": anything({"anyOf": [{"type": "string"}, {"type": "array"}]}),
+    "messages": anything(MESSAGES_SCHEMA),
+    "system": anything(TEXTS_SCHEMA),
     "tools": messages_tools,
     "tool_choice": messages_choice,
 }

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from specd.errors import RequestError
-from specd.server.checks import invalid_type, out_of_range, string, unsupported
+from specd.server.checks import Schema, invalid_type, out_of_range, string, unsupported
 from specd.server.structured import required
 from specd.server.translation import text_part, text_parts
 
@@ -29,6 +29,45 @@ _BLOCK_NAMES = {
 _OF_ROLE = {
     "user": ("text", "tool_result"),
     "assistant": ("text", "tool_use", "thinking", "redacted_thinking"),
+}
+
+_STRING: Schema = {"type": "string"}
+
+
+def _block_schema(kind: str, **properties: Schema) -> Schema:
+    of_kind: Schema = {"type": {"type": "string", "enum": [kind]}}
+    required = [name for name in properties if name not in ("input", "content")]
+    return {"type": "object", "required": ["type", *required], "properties": {**of_kind, **properties}}
+
+
+def _content_schema(*blocks: Schema) -> Schema:
+    return {"anyOf": [_STRING, {"type": "array", "items": {"anyOf": list(blocks)}}]}
+
+
+_TEXT = _block_schema("text", text=_STRING)
+TEXTS_SCHEMA = _content_schema(_TEXT)
+_CONTENTS = {
+    "user": _content_schema(_TEXT, _block_schema("tool_result", tool_use_id=_STRING, content=TEXTS_SCHEMA)),
+    "assistant": _content_schema(
+        _TEXT,
+        _block_schema("tool_use", id=_STRING, name=_STRING, input={"type": "object"}),
+        _block_schema("thinking"),
+        _block_schema("redacted_thinking"),
+    ),
+}
+MESSAGES_SCHEMA: Schema = {
+    "type": "array",
+    "minItems": 1,
+    "items": {
+        "anyOf": [
+            {
+                "type": "object",
+                "required": ["role", "content"],
+                "properties": {"role": {"type": "string", "enum": [role]}, "content": content},
+            }
+            for role, content in _CONTENTS.items()
+        ]
+    },
 }
 
 

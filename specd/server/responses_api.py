@@ -33,7 +33,7 @@ from specd.server.fields import read_table
 from specd.server.generation import Generation
 from specd.server.response_items import Event, OutputItems, Status
 from specd.server.responses import ChoiceText, ResponseWriter
-from specd.server.responses_input import input_messages
+from specd.server.responses_input import INPUT_SCHEMA, input_messages
 from specd.server.sse import KEEP_ALIVE
 from specd.server.translated_tools import RESPONSES_PATHS, responses_choice, responses_tools
 from specd.server.translation import RESPONSE_PREFIX, Translation, field_table, named_event, shared_values
@@ -54,7 +54,7 @@ def metadata(value: Any, param: str) -> dict[str, str]:
 
 FIELDS = field_table(
     {
-        "input": anything({"anyOf": [{"type": "string"}, {"type": "array", "minItems": 1}]}),
+        "input": anything(INPUT_SCHEMA),
         "instructions": string,
         "max_output_tokens": integer(1),
         "stop": stop_strings,

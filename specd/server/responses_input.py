@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from specd.server.checks import invalid_type, out_of_range, string, unsupported
+from specd.server.checks import Schema, invalid_type, out_of_range, string, unsupported
 from specd.server.fields import asks_nothing
 from specd.server.structured import required
 from specd.server.translation import text_parts
@@ -23,6 +23,54 @@ _NAMES = {
     "function_call": frozenset({"type", "call_id", "name", "arguments", "id", "status"}),
     "function_call_output": frozenset({"type", "call_id", "output", "id", "status"}),
     "reasoning": frozenset({"type", "id", "summary", "content", "encrypted_content", "status"}),
+}
+
+_STRING: Schema = {"type": "string"}
+_TEXTS: Schema = {
+    "anyOf": [
+        _STRING,
+        {
+            "type": "array",
+            "items": {
+                "type": "object",
+                "required": ["type", "text"],
+                "properties": {"type": {"type": "string", "enum": list(_TEXT_KINDS)}, "text": _STRING},
+            },
+        },
+    ]
+}
+
+
+def _item_schema(kind: str, properties: Schema, *required: str) -> Schema:
+    of_kind = {"type": {"type": "string", "enum": [kind]}}
+    return {"type": "object", "required": [*required], "properties": {**of_kind, **properties}}
+
+
+_CALL_SCHEMA = {
+    "call_id": _STRING,
+    "name": _STRING,
+    "arguments": {**_STRING, "description": "the JSON text of an object"},
+}
+INPUT_SCHEMA: Schema = {
+    "anyOf": [
+        _STRING,
+        {
+            "type": "array",
+            "minItems": 1,
+            "items": {
+                "anyOf": [
+                    _item_schema(
+                        "message", {"role": {**_STRING, "enum": list(_ROLES)}, "content": _TEXTS}, "role", "content"
+                    ),
+                    _item_schema("function_call", _CALL_SCHEMA, "type", *_CALL_SCHEMA),
+                    _item_schema(
+                        "function_call_output", {"call_id": _STRING, "output": _TEXTS}, "type", "call_id", "output"
+                    ),
+                    _item_schema("reasoning", {}, "type"),
+                ]
+            },
+        },
+    ]
 }
 
 
