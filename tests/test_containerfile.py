@@ -132,7 +132,7 @@ async def test_the_health_check_asks_for_progress(text: str) -> None:
 def test_what_is_copied_is_there_and_is_not_ignored(text: str) -> None:
     build, _ = stages(text)
     sources = [name for line in build.all("COPY") for name in line.split()[:-1]]
-    rules = (ROOT / ".containerignore").read_text(encoding="utf-8").split()
+    rules = (ROOT / ".dockerignore").read_text(encoding="utf-8").split()
 
     def ignored(path: str) -> bool:
         taken = True

@@ -64,7 +64,7 @@ def interleave(streams: list[list[tuple[int, SequenceDelta]]], order: list[int])
 def stream_events(call: GenerationCall, deltas: list[tuple[int, SequenceDelta]]) -> list[dict[str, Any]]:
     encoder = StreamEncoder(ResponseWriter(call, INFO, TOKENIZER))
     data = encoder.start() + b"".join(encoder.push(choice, delta) for choice, delta in deltas) + encoder.end()
-    assert encoder.finished
+    assert all(choice.finish_reason is not None for choice in encoder.choices)
     assert data.endswith(DONE)
     lines = data.removesuffix(DONE).split(b"\n\n")[:-1]
     assert all(line.startswith(b"data: {") and b"\n" not in line for line in lines)

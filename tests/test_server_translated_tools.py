@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
+import aiohttp
 import openai
 import orjson
 import pytest
 
 from specd.config import ChatConfig, Config
+from specd.errors import DeadlineError, ShutdownError
+from specd.request import SequenceDelta
 from tests.fake_engine import FakeEngine, Script
-from tests.http_server import serve
-from tests.test_server_translations import ASK, COUNT, MESSAGES, RESPONSES, named, order, post
+from tests.http_server import Reply, serve
+from tests.test_server_translations import ASK, COUNT, MESSAGES, RESPONSES, keep, named, order, post
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 FUNCTION = {"type": "function", "name": "weather", "description": "of a city", "parameters": SCHEMA}
@@ -100,8 +104,10 @@ async def test_thinking(tokens: int) -> None:
     async with serve(scripted("<think>well</think>yes", tokens=tokens), config=config) as client:
         response = (await post(client, RESPONSES)).body
         events = named(await post(client, RESPONSES, stream=True))
-        message = (await post(client, MESSAGES)).body
-        blocks = named(await post(client, MESSAGES, stream=True))
+        adaptive = {"thinking": {"type": "adaptive"}}
+        message = (await post(client, MESSAGES, **adaptive)).body
+        blocks = named(await post(client, MESSAGES, stream=True, **adaptive))
+        unasked = [(await post(client, MESSAGES, thinking=t)).body["content"] for t in (None, {"type": "disabled"})]
     assert [item["type"] for item in response["output"]] == ["reasoning", "message"]
     assert response["output"][0]["content"] == [{"type": "reasoning_text", "text": "well"}]
     assert response["output"][1]["content"][0]["text"] == "yes"
@@ -112,6 +118,7 @@ async def test_thinking(tokens: int) -> None:
     assert message["content"] == [
         {"type": "thinking", "thinking": "well", "signature": ""}, {"type": "text", "text": "yes"},
     ]  # fmt: skip
+    assert unasked == [[{"type": "text", "text": "yes"}]] * 2
     deltas = [body["delta"] for name, body in blocks if name == "content_block_delta"]
     assert "".join(delta.get("thinking", "") for delta in deltas) == "well"
 
@@ -160,11 +167,14 @@ async def test_earlier_calls_are_what_they_are_in_a_chat() -> None:
             await post(client, RESPONSES, input=items, tools=[FUNCTION]),
             await post(client, MESSAGES, messages=messages, tools=[CUSTOM]),
         ]
-        counted = await client.post(COUNT, {"model": "tiny", "messages": messages, "tools": [CUSTOM]})
+        body = {"model": "tiny", "messages": messages, "tools": [CUSTOM]}
+        counted = await client.post(COUNT, {**body, "thinking": {"type": "enabled", "budget_tokens": 1024}})
+        refused = await client.post(COUNT, {**body, "tools": [{**CUSTOM, "name": "a b"}]})
     assert [reply.status for reply in replies] == [200, 200]
     assert all("x-specd-ignored-fields" not in reply.headers for reply in replies)
     same_prompts(engine)
     assert counted.body == {"input_tokens": len(engine.requests_seen[0].prompt_ids)}
+    assert "'tools[0].name'" in refused.body["error"]["message"]
 
 
 CHOICES = [
@@ -220,7 +230,11 @@ async def test_choices_are_those_of_a_chat(chat: Any, response: Any, message: An
         (MESSAGES, {"tools": [CUSTOM], "tool_choice": {"type": "tool", "name": "x"}}, "tool_choice.name"),
         (MESSAGES, {"tools": [CUSTOM], "tool_choice": {"type": "tool"}}, "tool_choice.name"),
         (MESSAGES, {"tools": [CUSTOM], "tool_choice": "any"}, "tool_choice"),
+        (MESSAGES, {"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking.type"),
         (MESSAGES, {"messages": [{"role": "user", "content": [{"type": "tool_use"}]}]}, "messages[0].content[0].type"),
+        (RESPONSES, {"instructions": "x", "input": [
+            {"role": "assistant", "content": "a"},
+            {"type": "function_call", "call_id": "c", "name": "f", "arguments": "[1]"}]}, "input[1].arguments"),
         (MESSAGES, {"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]},
          "messages[0].content[0].tool_use_id"),
     ],
@@ -232,6 +246,65 @@ async def test_refusals_name_the_place(path: str, fields: dict[str, Any], place:
     assert reply.status == 400
     assert f"'{place}'" in reply.body["error"]["message"]
     assert not engine.requests_seen
+
+
+@pytest.mark.parametrize("arguments", ['{"n": 123456789012345678901234567890}', '{"s": "\\ud800"}', '{"n": 1e999}'])
+async def test_arguments_are_given_as_they_were_written(arguments: str) -> None:
+    text = f'<tool_call>{{"name": "weather", "arguments": {arguments}}}</tool_call>'
+    async with serve(scripted(text)) as client:
+        reply = await post(client, MESSAGES, tools=[CUSTOM], max_tokens=400)
+    assert reply.status == 200
+    assert f'"input":{arguments}' in reply.raw.decode()
+
+
+async def test_what_nobody_reads_in_a_message_is_told() -> None:
+    content = [{"type": "tool_result", "tool_use_id": "c", "content": [{"type": "text", "text": "x", "odd": 1}]}]
+    system = [{"type": "text", "text": "s", "cache_control": {"type": "ephemeral"}, "strange": 1}]
+    async with serve(FakeEngine(max_len=4096)) as client:
+        reply = await post(client, MESSAGES, messages=[{"role": "user", "content": content}], system=system)
+        refusal = {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]}
+        refused = await post(client, RESPONSES, input=[refusal, {"role": "user", "content": "why?"}])
+    assert reply.headers["x-specd-ignored-fields"] == "system[0].strange,messages[0].content[0].content[0].odd"
+    assert refused.status == 200
+
+
+async def test_input_that_is_nested_too_deep() -> None:
+    use = {"type": "tool_use", "id": "c", "name": "weather", "input": "NESTED"}
+    body = json.dumps({**ASK[MESSAGES], "messages": [{"role": "assistant", "content": [use]}]})
+    async with serve(FakeEngine()) as client:
+        reply = await client.post(MESSAGES, body.replace('"NESTED"', '{"a":' * 1000 + "{}" + "}" * 1000).encode())
+    assert reply.status == 400
+
+
+async def test_a_wrong_expectation_is_answered() -> None:
+    async with serve(FakeEngine()) as client:
+        reply = await client.post(MESSAGES, ASK[MESSAGES], headers={"Expect": "nonsense"})
+    assert reply.status == 417
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [(DeadlineError("late"), "timeout_error"), (ShutdownError("stops"), "overloaded_error")],
+)
+async def test_why_a_stream_of_messages_broke_off(error: Exception, kind: str) -> None:
+    engine, seen = FakeEngine(), []
+
+    def break_off(delta: SequenceDelta) -> SequenceDelta:
+        seen.append(delta)
+        if len(seen) > 2:
+            raise error
+        return delta
+
+    engine.change = break_off
+    async with serve(engine) as client:
+        data = orjson.dumps({**ASK[MESSAGES], "stream": True})
+        headers = {"Content-Type": "application/json"}
+        chunks: list[bytes] = []
+        async with client.session.post(client.url + MESSAGES, data=data, headers=headers) as response:
+            with pytest.raises(aiohttp.ClientPayloadError):
+                await keep(response, chunks)
+    name, body = named(Reply(200, {}, b"".join(chunks)))[-1]
+    assert (name, body["error"]["type"]) == ("error", kind)
 
 
 async def test_openais_own_client_reads_calls() -> None:

@@ -88,6 +88,11 @@ CASES: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
         ["", "text", f"so: {CALL_F}"],
         [WRONG, f"{CALL_F}\n{CALL_F}", f"{CALL_F} and"],
     ),
+    "auto, one": (
+        {"tools": [F], "parallel_tool_calls": False},
+        ["", "the marker </tool_call> ends one", f"so: {CALL_F}", written("f", '{"a": "</tool_call>"}'), WRONG],
+        [f"{CALL_F}\n{CALL_F}", f"{CALL_F} and", written("g", "{}")],
+    ),
     "auto, with a format": (
         {"tools": [F], "response_format": FORMAT},
         ['{"n": 3}', CALL_F, f"{CALL_F}\n{CALL_F}"],

@@ -294,14 +294,14 @@ class Generation:
         self, request: web.Request, sender: Sender, error: Exception, record: RequestRecord, encoder: Encoder
     ) -> None:
         """Error event, then the connection is closed without the chunk that would end the body."""
-        _, body, _ = describe(error)
+        status, body, _ = describe(error)
         record.error_code = getattr(error, "code", "internal_error")
         if isinstance(error, AbortedError):
             log.info("stream_aborted", request_id=request[REQUEST_ID_KEY])
         else:
             log.error("stream_failed", request_id=request[REQUEST_ID_KEY], exc_info=error)
         try:
-            await sender.send(encoder.failed(body))
+            await sender.send(encoder.failed(body, status))
         except (ConnectionError, SlowClientError):
             sender.transport.abort()
             return

@@ -13,8 +13,11 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+import orjson
+
 from specd.hermes import CallArguments, CallBegin, Text
 from specd.server.parts import Part, new_call_id
+from specd.server.reasoning import Thought
 
 Event = tuple[str, dict[str, Any]]  # name and fields
 
@@ -26,7 +29,9 @@ _TOOL_ID = "toolu_"
 class ContentBlocks:
     """Parts in, events out. `content` holds the blocks that are finished."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, thinks: bool) -> None:
+        """thinks: thoughts are told, too."""
+        self._thinks = thinks
         self.content: list[dict[str, Any]] = []
         self._block: dict[str, Any] | None = None  # the one that grows
         self._text: list[str] = []  # or arguments
@@ -45,8 +50,8 @@ class ContentBlocks:
                     events.append(self._delta(text))
                 case Text(text):
                     events += [*self._turn_to("text"), self._delta(text)]
-                case _:
-                    events += [*self._turn_to("thinking", signature=""), self._delta(part.text)]
+                case Thought(text) if self._thinks:
+                    events += [*self._turn_to("thinking", signature=""), self._delta(text)]
         return events
 
     def end(self) -> list[Event]:
@@ -82,10 +87,13 @@ class ContentBlocks:
         return "content_block_delta", {"index": len(self.content), "delta": {"type": kind, field: text}}
 
 
-def arguments(text: str) -> dict[str, Any]:
-    """A call's arguments as an object. One that was cut off has none: its text is no JSON, and the answer says why."""
+def arguments(text: str) -> orjson.Fragment | dict[str, Any]:
+    """A call's arguments as the model wrote them: numbers of any length, and characters that are none.
+
+    One that was cut off has none: its text is no JSON, and the answer says why.
+    """
     try:
-        found = json.loads(text)
+        json.loads(text, parse_int=str, parse_float=str)
     except ValueError:
         return {}
-    return found if isinstance(found, dict) else {}
+    return orjson.Fragment(text)

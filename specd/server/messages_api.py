@@ -19,7 +19,7 @@ from aiohttp.typedefs import Handler
 from specd.errors import RequestError
 from specd.request import FinishReason, SequenceDelta
 from specd.server.answer_format import output_config, output_format, output_paths
-from specd.server.checks import Check, anything, integer, stop_strings, unsupported
+from specd.server.checks import Check, anything, documented, integer, invalid_type, stop_strings, unsupported
 from specd.server.errors import json_response
 from specd.server.fields import Endpoint, FieldTable, read_table
 from specd.server.generation import REQUEST_ID_KEY, Generation
@@ -42,6 +42,21 @@ _KINDS = {
     413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error",
 }  # fmt: skip
 
+_THINKING = {"adaptive": True, "disabled": False}
+
+
+@documented(
+    {"type": "object", "required": ["type"], "properties": {"type": {"type": "string", "enum": list(_THINKING)}}}
+)
+def thinking(value: Any, param: str) -> bool:
+    """Whether the answer shows what the model thought: it does so of its own accord, and takes no budget for it."""
+    if not isinstance(value, dict):
+        raise invalid_type(param, "an object", value)
+    if not isinstance(value.get("type"), str) or value["type"] not in _THINKING:
+        raise unsupported(f"{param}.type", value.get("type"))
+    return _THINKING[value["type"]]
+
+
 _TURN = ("continue_final_message", "add_generation_prompt")
 _PROMPT_FIELDS: dict[str, Check] = {
     "messages": anything(MESSAGES_SCHEMA),
@@ -51,19 +66,25 @@ _PROMPT_FIELDS: dict[str, Check] = {
 }
 _FORMAT_FIELDS: dict[str, Check] = {"output_config": output_config, "output_format": output_format}
 _UNBUILT: dict[str, tuple[Any, ...]] = {
-    "parallel_tool_calls": (True, False), "thinking": ({"type": "disabled"},),
+    "parallel_tool_calls": (True, False),
     "container": (), "mcp_servers": (), "context_management": (),
     "service_tier": ("auto", "standard_only"), "n": (1,), "stop": (),
     "max_completion_tokens": (),
     **dict.fromkeys(_TURN, (True, False)),
 }  # fmt: skip
 FIELDS = field_table(
-    {**_PROMPT_FIELDS, **_FORMAT_FIELDS, "max_tokens": integer(1), "stop_sequences": stop_strings},
+    {
+        **_PROMPT_FIELDS,
+        **_FORMAT_FIELDS,
+        "max_tokens": integer(1),
+        "stop_sequences": stop_strings,
+        "thinking": thinking,
+    },
     inert=("metadata", "cache_control"),
     unbuilt=_UNBUILT,
 )
 COUNT_FIELDS = FieldTable(
-    {"model": FIELDS.honoured["model"], **_PROMPT_FIELDS, **_FORMAT_FIELDS}, FIELDS.inert, _UNBUILT
+    {"model": FIELDS.honoured["model"], **_PROMPT_FIELDS, **_FORMAT_FIELDS}, FIELDS.inert | {"thinking"}, _UNBUILT
 )
 
 
@@ -83,7 +104,7 @@ class MessagesApi:
     async def on_prepare(self, request: web.Request, response: web.StreamResponse) -> None:
         """The request's name where Anthropic's SDK looks for it."""
         if request.path in (PATH, COUNT_PATH):
-            response.headers["request-id"] = request[REQUEST_ID_KEY]
+            response.headers["request-id"] = request.get(REQUEST_ID_KEY, "")  # none where the protocol was wrong
 
     @property
     def middleware(self) -> Any:
@@ -123,9 +144,15 @@ def translate(body: dict[str, Any]) -> Translation:
     chat |= {**shared_values(body), "max_tokens": body["max_tokens"], "stop": body.get("stop_sequences")}
     place = "output_format" if values.get("output_format") else "output_config.format"
     chat["response_format"] = _response_format(values)
+    thinks = values.get("thinking", False)
     params = {"stop": "stop_sequences", **output_paths(place), **MESSAGES_PATHS}
     return Translation(
-        body=chat, encoder=MessagesEncoder, whole=_whole, ignored=ignored + unread, params=params, reads_parts=True
+        body=chat,
+        encoder=functools.partial(MessagesEncoder, thinks=thinks),
+        whole=functools.partial(_whole, thinks=thinks),
+        ignored=ignored + unread,
+        params=params,
+        reads_parts=True,
     )
 
 
@@ -146,7 +173,9 @@ def translate_count(body: dict[str, Any]) -> Translation:
     chat, unread = _prompt(values)
     _check_turn(body, chat)
     chat["model"] = values.get("model")
-    return Translation(body=chat, encoder=MessagesEncoder, whole=_whole, ignored=ignored + unread)
+    return Translation(
+        body=chat, encoder=MessagesEncoder, whole=_whole, ignored=ignored + unread, params=MESSAGES_PATHS
+    )
 
 
 def _prompt(values: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
@@ -208,8 +237,8 @@ def _end(choice: ChoiceText, blocks: ContentBlocks) -> dict[str, str | None]:
     return {"stop_reason": "tool_use" if blocks.called else "end_turn", "stop_sequence": None}
 
 
-def _whole(writer: ResponseWriter, choices: Sequence[ChoiceText]) -> dict[str, Any]:
-    choice, blocks = choices[0], ContentBlocks()
+def _whole(writer: ResponseWriter, choices: Sequence[ChoiceText], *, thinks: bool = False) -> dict[str, Any]:
+    choice, blocks = choices[0], ContentBlocks(thinks=thinks)
     blocks.push(choice.take().parts)
     blocks.end()
     message = _message(writer, _usage(writer, choices), blocks.content, **_end(choice, blocks))
@@ -221,10 +250,10 @@ class MessagesEncoder:
 
     keep_alive = named_event("ping", {}, padded=False)
 
-    def __init__(self, writer: ResponseWriter) -> None:
+    def __init__(self, writer: ResponseWriter, *, thinks: bool = False) -> None:
         self.choices = writer.choices()
         self._writer = writer
-        self._blocks = ContentBlocks()
+        self._blocks = ContentBlocks(thinks=thinks)
         self._pinged = False
         self._event = functools.partial(named_event, padded=writer.call.obfuscated)
 
@@ -244,8 +273,8 @@ class MessagesEncoder:
         end = {"delta": _end(choice, self._blocks), "usage": usage, **metrics}
         return last + self._event("message_delta", end) + self._event("message_stop", {})
 
-    def failed(self, error: Mapping[str, Any]) -> bytes:
-        return self._event("error", {"error": _error(error, 500)["error"]})
+    def failed(self, error: Mapping[str, Any], status: int) -> bytes:
+        return self._event("error", {"error": _error(error, status)["error"]})
 
     def _events(self, events: Sequence[Event]) -> bytes:
         """One ping follows the first event, as there."""

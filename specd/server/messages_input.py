@@ -20,7 +20,6 @@ from specd.server.translation import text_part, text_parts
 _ROLES = ("user", "assistant")
 _MESSAGE_NAMES = frozenset({"role", "content"})
 _BLOCK_NAMES = {
-    "text": frozenset({"type", "text", "cache_control", "citations"}),
     "tool_use": frozenset({"type", "id", "name", "input", "cache_control", "caller"}),
     "tool_result": frozenset({"type", "tool_use_id", "content", "is_error", "cache_control"}),
     "thinking": frozenset({"type", "thinking", "signature"}),
@@ -82,7 +81,7 @@ def chat_messages(values: Mapping[str, Any]) -> tuple[list[dict[str, Any]], tupl
     messages: list[dict[str, Any]] = []
     ignored: list[str] = []
     if values.get("system"):
-        messages.append({"role": "system", "content": text_parts(values["system"], "system", ("text",))})
+        messages.append({"role": "system", "content": text_parts(values["system"], "system", ("text",), ignored)})
     for i, item in enumerate(values["messages"]):
         param = f"messages[{i}]"
         if not isinstance(item, dict):
@@ -97,7 +96,7 @@ def chat_messages(values: Mapping[str, Any]) -> tuple[list[dict[str, Any]], tupl
 def _messages(role: str, content: Any, param: str, ignored: list[str]) -> list[dict[str, Any]]:
     """One message, and before it the results of tools that it brings."""
     if not isinstance(content, list):
-        return [{"role": role, "content": text_parts(content, param, ("text",))}]
+        return [{"role": role, "content": text_parts(content, param, ("text",), ignored)}]
     texts, calls, results = [], [], []
     for i, block in enumerate(content):
         where = f"{param}[{i}]"
@@ -107,13 +106,14 @@ def _messages(role: str, content: Any, param: str, ignored: list[str]) -> list[d
         if kind not in _OF_ROLE[role]:
             raise unsupported(f"{where}.type", kind)
         if kind == "text":
-            texts.append(text_part(block, where, ("text",)))
+            texts.append(text_part(block, where, ("text",), ignored))
         elif kind == "tool_use":
             calls.append(_call(block, where))
         elif kind == "tool_result":
-            results.append(_result(block, where))
-        unread = _BLOCK_NAMES[kind] if not block.get("is_error") else _BLOCK_NAMES[kind] - {"is_error"}
-        ignored += [f"{where}.{name}" for name in block if name not in unread]
+            results.append(_result(block, where, ignored))
+        if kind != "text":  # whose names `text_part` looks at
+            known = _BLOCK_NAMES[kind] if not block.get("is_error") else _BLOCK_NAMES[kind] - {"is_error"}
+            ignored += [f"{where}.{name}" for name in block if name not in known]
     if calls:
         return [{"role": role, "content": texts or None, "tool_calls": calls}]
     return results if results and not texts else [*results, {"role": role, "content": texts}]
@@ -124,13 +124,16 @@ def _call(block: Mapping[str, Any], param: str) -> dict[str, Any]:
     arguments = block.get("input")
     if not isinstance(arguments, dict | None):
         raise invalid_type(f"{param}.input", "an object", arguments)
-    text = json.dumps(arguments or {}, ensure_ascii=False)
+    try:
+        text = json.dumps(arguments or {}, ensure_ascii=False)
+    except RecursionError as error:
+        raise out_of_range(f"{param}.input", "an object that is not nested so deep", arguments) from error
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": text}}
 
 
-def _result(block: Mapping[str, Any], param: str) -> dict[str, Any]:
+def _result(block: Mapping[str, Any], param: str, ignored: list[str]) -> dict[str, Any]:
     """What a tool said; that it failed (`is_error`) has no place in a chat's messages: its text says it."""
     call_id = string(required(block, "tool_use_id", param), f"{param}.tool_use_id")
     content = block.get("content")
-    said = "" if content is None else text_parts(content, f"{param}.content", ("text",))
+    said = "" if content is None else text_parts(content, f"{param}.content", ("text",), ignored)
     return {"role": "tool", "tool_call_id": call_id, "content": said}

@@ -15,7 +15,7 @@ from specd.request import Request, SamplingParams, SpeculationParams
 from specd.server.checks import out_of_range, unsupported
 from specd.server.echo import Echo
 from specd.server.fields import Endpoint, read_fields, report_names
-from specd.server.parts import PLAIN, Reading, call_end, marker_ids
+from specd.server.parts import PLAIN, Reading, marker_ids
 from specd.server.tool_grammar import output_grammar
 from specd.status import EngineInfo
 from specd.text import Tokenizer
@@ -297,7 +297,7 @@ def _sampling(
         bad_words_ids=_bad_words_ids(values.get("bad_words", ()), tokenizer),
         min_tokens=values.get("min_tokens", 0),
         ignore_eos=values.get("ignore_eos", False),
-        stop=tuple(dict.fromkeys(values.get("stop", ()))) + call_end(values),
+        stop=tuple(dict.fromkeys(values.get("stop", ()))),
         stop_token_ids=tuple(dict.fromkeys(values.get("stop_token_ids", ()))),
         include_stop_str_in_output=values.get("include_stop_str_in_output", False),
         skip_special_tokens=values.get("skip_special_tokens", True),

@@ -8,6 +8,7 @@ The readers know nothing of an API: others than chat completions can write the s
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -33,7 +34,6 @@ class Reading:
     forced: bool = False  # and there is nothing but calls
     named: bool = False  # one call of a given function: its end is an ordinary one
     once: bool = False  # one call at most
-    ends_at_call: bool = False  # the end of a call is a stop string, which the client does not know of
     thinking: Thinking | None = None  # where the output begins; None: no thinking is looked for
     reasoning_field: str = "reasoning_content"
 
@@ -54,16 +54,9 @@ def reading_of(values: Mapping[str, Any], thinking: Thinking | None, chat: ChatC
         forced=chosen.mode in ("required", "named"),
         named=chosen.mode == "named",
         once=chosen.mode != "none" and not values.get("parallel_tool_calls", True),
-        ends_at_call=bool(call_end(values)),
         thinking=Thinking.CLOSED if begun and thinking is not None else thinking,
         reasoning_field=chat.reasoning_field,
     )
-
-
-def call_end(values: Mapping[str, Any]) -> tuple[str, ...]:
-    """The stop string of an output that may call tools of its own accord, but only once."""
-    once = choice_of(values).mode == "auto" and not values.get("parallel_tool_calls", True)
-    return (END,) if once and END not in values.get("stop", ()) else ()
 
 
 def marker_ids(reading: Reading, tokenizer: Tokenizer) -> tuple[int, ...]:
@@ -93,10 +86,7 @@ class PartReader:
         if self._counter is not None:
             for token_id in delta.token_ids:
                 self._counter.push(token_id)
-        text = delta.text
-        if self._reading.ends_at_call and delta.stop_reason == END and not text.endswith(END):
-            text += END
-        events = self._splitter.push(text)
+        events = self._splitter.push(delta.text)
         if delta.finish_reason is not None:
             events += self._splitter.flush()
         parts: list[Part] = []
@@ -108,36 +98,29 @@ class PartReader:
 
     def finish(self, delta: SequenceDelta) -> tuple[str | None, str | int | None]:
         """The finish and stop reasons of chat completions, once a delta with a finish reason was read."""
-        stop_reason = None if self._reading.ends_at_call and delta.stop_reason == END else delta.stop_reason
         called = self._parser is not None and self._parser.num_complete > 0 and not self._reading.named
         if called and delta.finish_reason is FinishReason.STOP:
-            return "tool_calls", stop_reason
-        return delta.finish_reason, stop_reason
+            return "tool_calls", delta.stop_reason
+        return delta.finish_reason, delta.stop_reason
 
 
 def joined(parts: Iterable[Part]) -> list[Part]:
     """Consecutive parts that continue each other as one."""
     found: list[Part] = []
-    for part in parts:
-        last = found[-1] if found else None
-        if isinstance(part, CallBegin) or type(part) is not type(last):
-            found.append(part)
-        elif not isinstance(part, CallArguments):
-            found[-1] = dataclasses.replace(part, text=_text(last) + part.text)
-        elif isinstance(last, CallArguments) and last.index == part.index:
-            found[-1] = dataclasses.replace(part, text=last.text + part.text)
+    for _, run in itertools.groupby(parts, key=lambda part: (type(part), getattr(part, "index", None))):
+        group = list(run)
+        first = group[0]
+        if isinstance(first, CallBegin):
+            found += group
         else:
-            found.append(part)
+            text = "".join(part.text for part in group if not isinstance(part, CallBegin))
+            found.append(dataclasses.replace(first, text=text))
     return found
 
 
 def text_of(parts: Sequence[Part]) -> str:
     """The answer's text alone."""
     return "".join(part.text for part in parts if isinstance(part, Text))
-
-
-def _text(part: Part | None) -> str:
-    return part.text if isinstance(part, Text | Thought) else ""
 
 
 # ---------------------------------------------------------------- shapes of chat completions

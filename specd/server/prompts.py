@@ -94,7 +94,7 @@ def check_messages(value: Any, *, calls: bool = True) -> tuple[list[dict[str, An
         if not isinstance(item, dict):
             raise invalid_type(param, "an object", item)
         message = _message(item, param)
-        if item.get("tool_calls"):
+        if item.get("tool_calls") not in (None, []):
             message["tool_calls"], unread = _calls(item, param, allowed=calls)
             ignored += unread
         messages.append(message)

@@ -54,7 +54,8 @@ class ThinkingSplitter:
     def __init__(self, place: Thinking) -> None:
         self.place = place
         self.opened = place is Thinking.OPEN  # whether there is, or was, any thinking
-        self._held = ""  # of a marker, or white space whose place is not known yet
+        self._held = ""  # of a marker
+        self._gap = ""  # white space before that, whose place is not known yet
         self._fresh = place is Thinking.OPEN  # white space is dropped that comes next
 
     def push(self, text: str) -> list[Text | Thought]:
@@ -72,23 +73,28 @@ class ThinkingSplitter:
         return events
 
     def flush(self) -> list[Text | Thought]:
-        held, self._held = self._held, ""
+        held, self._held, self._gap = self._gap + self._held, "", ""
         if not held:
             return []
         return [Thought(held) if self.place is Thinking.OPEN else Text(held)]
 
     def _expect(self, text: str) -> str:
         """What is left to be read once the place is known; "" while it is not."""
-        whole = self._held + text
-        begun = whole.lstrip(_SPACE)
+        if not self._held:
+            begun = text.lstrip(_SPACE)
+            self._gap += text[: len(text) - len(begun)]
+            text = begun
+        begun = self._held + text
         if begun.startswith(OPEN):
-            self._held, self.place = "", Thinking.OPEN
+            self._held = self._gap = ""
+            self.place = Thinking.OPEN
             self.opened = self._fresh = True
             return begun[len(OPEN) :]
         if OPEN.startswith(begun):
-            self._held = whole
+            self._held = begun
             return ""
-        self._held, self.place = "", Thinking.CLOSED
+        whole, self._held, self._gap = self._gap + begun, "", ""
+        self.place = Thinking.CLOSED
         return whole
 
     def _think(self, text: str, events: list[Text | Thought]) -> str:
@@ -98,21 +104,23 @@ class ThinkingSplitter:
             whole = whole.lstrip(_SPACE)
             self._fresh = not whole
         end = whole.find(CLOSE)
-        if end >= 0:
-            thought, self._held = whole[:end].rstrip(_SPACE), ""
-            self._fresh, self.place = True, Thinking.CLOSED
-        else:
-            thought = _before_marker(whole)
-            self._held = whole[len(thought) :]
+        body = whole[:end] if end >= 0 else whole[: len(whole) - _begun_marker(whole)]
+        self._held = "" if end >= 0 else whole[len(body) :]
+        thought = body.rstrip(_SPACE)
         if thought:
-            events.append(Thought(thought))
-        return "" if end < 0 else whole[end + len(CLOSE) :]
+            events.append(Thought(self._gap + thought))
+            self._gap = ""
+        self._gap += body[len(thought) :]
+        if end < 0:
+            return ""
+        self._gap = ""
+        self._fresh, self.place = True, Thinking.CLOSED
+        return whole[end + len(CLOSE) :]
 
 
-def _before_marker(text: str) -> str:
-    """Text without an end that may belong to the closing marker: a part of it, and white space in front."""
-    length = next((n for n in range(len(CLOSE) - 1, 0, -1) if text.endswith(CLOSE[:n])), 0)
-    return text[: len(text) - length].rstrip(_SPACE)
+def _begun_marker(text: str) -> int:
+    """Characters at its end that may belong to the closing marker."""
+    return next((n for n in range(len(CLOSE) - 1, 0, -1) if text.endswith(CLOSE[:n])), 0)
 
 
 class ThinkingCounter:

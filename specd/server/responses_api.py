@@ -216,7 +216,7 @@ class ResponsesEncoder:
         response |= self._writer.metrics(self.choices[0].stats)
         return last + self._event(f"response.{status}", response=response)
 
-    def failed(self, error: Mapping[str, Any]) -> bytes:
+    def failed(self, error: Mapping[str, Any], status: int) -> bytes:
         """`error` is told twice: in the event's own fields, and where the SDKs look before they raise."""
         told = error["error"]
         return self._event("error", code=told["code"], message=told["message"], param=told["param"], error=told)

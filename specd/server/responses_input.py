@@ -14,10 +14,11 @@ from typing import Any
 from specd.server.checks import Schema, invalid_type, out_of_range, string, unsupported
 from specd.server.fields import asks_nothing
 from specd.server.structured import required
+from specd.server.tools import call_arguments
 from specd.server.translation import text_parts
 
 _ROLES = ("user", "assistant", "system", "developer")
-_TEXT_KINDS = ("input_text", "output_text", "text")
+_TEXT_KINDS = ("input_text", "output_text", "text", "refusal")
 _NAMES = {
     "message": frozenset({"type", "role", "content", "id", "status", "phase"}),
     "function_call": frozenset({"type", "call_id", "name", "arguments", "id", "status"}),
@@ -33,8 +34,12 @@ _TEXTS: Schema = {
             "type": "array",
             "items": {
                 "type": "object",
-                "required": ["type", "text"],
-                "properties": {"type": {"type": "string", "enum": list(_TEXT_KINDS)}, "text": _STRING},
+                "required": ["type"],
+                "properties": {
+                    "type": {"type": "string", "enum": list(_TEXT_KINDS)},
+                    "text": _STRING,
+                    "refusal": _STRING,
+                },
             },
         },
     ]
@@ -92,19 +97,19 @@ def input_messages(value: Any) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
         kind = given.get("type", "message")
         if not isinstance(kind, str) or (kind not in _NAMES and not asks_nothing(kind, ())):
             raise unsupported(f"{param}.type", kind)
-        _add(messages, kind or "message", given, param)
+        _add(messages, kind or "message", given, param, ignored)
         ignored += [f"{param}.{name}" for name in item if name not in _NAMES[kind or "message"]]
     if not messages:
         raise out_of_range("input", "a list with more than reasoning in it", value)
     return messages, tuple(ignored)
 
 
-def _add(messages: list[dict[str, Any]], kind: str, item: Mapping[str, Any], param: str) -> None:
+def _add(messages: list[dict[str, Any]], kind: str, item: Mapping[str, Any], param: str, ignored: list[str]) -> None:
     match kind:
         case "message":
             if item.get("role") not in _ROLES:
                 raise out_of_range(f"{param}.role", "one of " + ", ".join(_ROLES), item.get("role"))
-            content = text_parts(item.get("content"), f"{param}.content", _TEXT_KINDS)
+            content = text_parts(item.get("content"), f"{param}.content", _TEXT_KINDS, ignored)
             messages.append({"role": item["role"], "content": content})
         case "function_call":
             if not messages or messages[-1]["role"] != "assistant":
@@ -112,7 +117,7 @@ def _add(messages: list[dict[str, Any]], kind: str, item: Mapping[str, Any], par
             messages[-1].setdefault("tool_calls", []).append(_call(item, param))
         case "function_call_output":
             call_id = string(required(item, "call_id", param), f"{param}.call_id")
-            output = text_parts(item.get("output"), f"{param}.output", _TEXT_KINDS)
+            output = text_parts(item.get("output"), f"{param}.output", _TEXT_KINDS, ignored)
             messages.append({"role": "tool", "tool_call_id": call_id, "content": output})
 
 
@@ -120,4 +125,5 @@ def _call(item: Mapping[str, Any], param: str) -> dict[str, Any]:
     name, arguments, call_id = (
         string(required(item, field, param), f"{param}.{field}") for field in ("name", "arguments", "call_id")
     )
+    call_arguments(arguments, f"{param}.arguments")
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from specd.server.record import RequestRecord
     from specd.server.telemetry import Telemetry
 
-_MOST_EVENTS = 128  # of one span: the SDK's own limit; the latest ones stay
+_MOST_EVENTS = 32  # of one span; the latest ones stay
 _OWN_TOKENS = (TokenOrigin.TARGET, TokenOrigin.BONUS)
 
 Attributes = dict[str, Any]

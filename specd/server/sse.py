@@ -56,10 +56,6 @@ class StreamEncoder:
         self._echoed = [not self._call.echoes] * self._call.num_choices
         self.choices = writer.choices()
 
-    @property
-    def finished(self) -> bool:
-        return all(choice.finish_reason is not None for choice in self.choices)
-
     def start(self) -> bytes:
         """The role chunks. Completions have none."""
         if not self._chat:
@@ -150,7 +146,7 @@ class StreamEncoder:
             self._started[index] = True
             (body if self._chat else choice)["prompt_token_ids"] = list(self._writer.prompt_ids(index))
 
-    def failed(self, error: Mapping[str, Any]) -> bytes:
+    def failed(self, error: Mapping[str, Any], status: int) -> bytes:
         """An error body as an event, with what has been used so far where usage was asked for."""
         usage = {"usage": self._writer.usage(self.choices)} if self._call.include_usage else {}
         return event({**error, **usage})

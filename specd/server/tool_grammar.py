@@ -1,7 +1,7 @@
 """Calls of tools as a grammar, in llguidance's dialect of Lark: for outputs that must be calls, or must be exact ones.
 
     required, named   call ("\\n" call)*
-    auto              any text, in which each <tool_call> begins a call (with a strict tool)
+    auto              any text, in which each <tool_call> begins a call (with a strict tool, or where one call is all)
                       or calls, or else what `response_format` or `structured_outputs` say
 
 A call is written as Hermes models write it, so `specd.hermes` reads all of them.
@@ -37,14 +37,11 @@ def output_grammar(values: Mapping[str, Any]) -> Grammar | None:
         lines = ["start: calls", *_calls(called, once=once)]
     elif other is not None:
         lines = ["start: calls | answer", _answer(other), *_calls(offered, once=once)]
-    elif any(tool.strict for tool in offered):
+    elif once or any(tool.strict for tool in offered):
         lines = _among_text(offered, once=once)
     else:
         return None
     text = "\n".join(lines) + "\n"
-    size = len(text.encode())
-    if size > MAX_BYTES:
-        raise too_complex("tools", f"their parameters make a grammar of {size} bytes, at most {MAX_BYTES} are allowed")
     grammar = Grammar("lark", text, "tools")
     check_end(values, grammar)
     return grammar
@@ -71,10 +68,14 @@ def _among_text(offered: Sequence[Tool], *, once: bool) -> list[str]:
 def _alternatives(rule: str, called: Sequence[Tool], schemas: Sequence[Mapping[str, Any]], *, begin: str) -> list[str]:
     """The rule of one call: what follows `begin`, for each tool."""
     lines = [f"{rule}: " + " | ".join(f"{rule}_{i}" for i in range(len(called)))]
+    size = 0
     for i, (tool, schema) in enumerate(zip(called, schemas, strict=True)):
         head = f'{begin}\n{{"name": "{tool.name}", "arguments": '
         lines.append(f"{rule}_{i}: {_literal(head)} arguments_{i} {_literal('}' + chr(10) + END)}")
         lines.append(f"arguments_{i}: {_json(schema)}")
+        size += len(lines[-1])
+        if size > MAX_BYTES:
+            raise too_complex("tools", f"their parameters make a grammar of more than {MAX_BYTES} bytes")
     return lines
 
 

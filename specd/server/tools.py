@@ -26,9 +26,10 @@ from specd.server.checks import (
     sub_object,
     unsupported,
 )
-from specd.server.structured import identifier, required, schema_text
+from specd.server.structured import identifier, required, schema_text, too_complex
 
 MAX_TOOLS = 128
+MAX_BYTES = 1 << 20  # of all of them
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 _BLOCK = """# Tools
 
@@ -91,8 +92,12 @@ def tools(value: Any, param: str) -> tuple[Tool, ...] | None:
     if len(value) > MAX_TOOLS:
         raise out_of_range(param, f"a list of at most {MAX_TOOLS} tools", value)
     found: dict[str, Tool] = {}
+    size = 0
     for i, item in enumerate(value):
         tool = _tool(item, f"{param}[{i}]")
+        size += len(json.dumps(item))
+        if size > MAX_BYTES:
+            raise too_complex(param, f"up to tool {i} they have {size} bytes, at most {MAX_BYTES} are allowed")
         if tool.name in found:
             where = f"{param}[{i}].function.name"
             text = f"'{where}' is '{tool.name}', the name of an earlier tool: names must differ"
@@ -138,7 +143,7 @@ def choice_of(values: Mapping[str, Any]) -> ToolChoice:
     offered: tuple[Tool, ...] = values.get("tools", ())
     if not offered:
         if chosen is not None and chosen.mode in ("required", "named"):
-            text = f"'tool_choice' is {chosen.name or chosen.mode}, but there are no 'tools' to call"
+            text = "'tool_choice' asks for a call, but there are no 'tools'"
             raise RequestError(text, code="invalid_value", param="tool_choice")
         return ToolChoice("none")
     if chosen is None:
@@ -178,7 +183,7 @@ def _tool_call(item: Any, param: str, ignored: list[str]) -> dict[str, Any]:
     if not isinstance(function, dict):
         raise invalid_type(where, "an object", function)
     name = string(required(function, "name", where), f"{where}.name")
-    arguments = _arguments(function.get("arguments"), f"{where}.arguments")
+    arguments = call_arguments(function.get("arguments"), f"{where}.arguments")
     call: dict[str, Any] = {"type": "function", "function": {"name": name, "arguments": arguments}}
     if "id" in given:
         call["id"] = string(given["id"], f"{param}.id")
@@ -187,7 +192,7 @@ def _tool_call(item: Any, param: str, ignored: list[str]) -> dict[str, Any]:
     return call
 
 
-def _arguments(value: Any, param: str) -> dict[str, Any]:
+def call_arguments(value: Any, param: str) -> dict[str, Any]:
     """Arguments as they were sent: JSON text of an object; nothing is the empty object."""
     if value is None or value == "":
         return {}

@@ -28,6 +28,8 @@ SHARED = (
     "include_stop_str_in_output", "skip_special_tokens", "stream", "speculation", "prediction", "priority",
     "request_id", "chat_template_kwargs",
 )  # fmt: skip
+# Of a part of text; what surrounds it in answers comes back with them, and caching follows from the prompt alone.
+_PART_NAMES = frozenset({"type", "cache_control", "citations", "annotations", "logprobs"})
 RESPONSE_PREFIX, MESSAGE_PREFIX = "resp_", "msg_"  # of an answer's `id`, instead of chat's
 # Chat's own fields that ask for something when they are false.
 _DEFAULT_TRUE = {"add_generation_prompt": (True,), "parallel_tool_calls": (True,)}
@@ -50,8 +52,8 @@ class Encoder(Protocol):
 
     def end(self) -> bytes: ...
 
-    def failed(self, error: Mapping[str, Any]) -> bytes:
-        """The last event of an answer that broke off; error: an error body in OpenAI's shape."""
+    def failed(self, error: Mapping[str, Any], status: int) -> bytes:
+        """The last event of an answer that broke off; error: an error body in OpenAI's shape, status: its own."""
         ...
 
 
@@ -111,26 +113,31 @@ def shared_values(body: Mapping[str, Any]) -> dict[str, Any]:
     return {name: body[name] for name in SHARED if body.get(name) is not None}
 
 
-def text_parts(value: Any, param: str, kinds: tuple[str, ...]) -> str | list[dict[str, str]]:
-    """A text, or a list of parts whose `type` is in `kinds` and whose text is in `text`, for a chat message."""
+def text_parts(value: Any, param: str, kinds: tuple[str, ...], ignored: list[str]) -> str | list[dict[str, str]]:
+    """A text, or a list of parts whose `type` is in `kinds`, for a chat message. ignored: takes the names nobody reads.
+
+    What a part says is in `text`, a refusal in `refusal`.
+    """
     if isinstance(value, str):
         return value
     if value is None:
         raise RequestError(f"'{param}' is required", code="missing_parameter", param=param)
     if not isinstance(value, list):
         raise invalid_type(param, "a string or a list of text parts", value)
-    return [text_part(part, f"{param}[{i}]", kinds) for i, part in enumerate(value)]
+    return [text_part(part, f"{param}[{i}]", kinds, ignored) for i, part in enumerate(value)]
 
 
-def text_part(part: Any, param: str, kinds: tuple[str, ...]) -> dict[str, str]:
+def text_part(part: Any, param: str, kinds: tuple[str, ...], ignored: list[str]) -> dict[str, str]:
     """One part of such a list, for a chat message."""
     if not isinstance(part, dict):
         raise invalid_type(param, "an object", part)
     if part.get("type") not in kinds:
         raise unsupported(f"{param}.type", part.get("type"))
-    if part.get("text") is None:
-        raise RequestError(f"'{param}.text' is required", code="missing_parameter", param=f"{param}.text")
-    return {"type": "text", "text": string(part["text"], f"{param}.text")}
+    field = "refusal" if part["type"] == "refusal" else "text"
+    if part.get(field) is None:
+        raise RequestError(f"'{param}.{field}' is required", code="missing_parameter", param=f"{param}.{field}")
+    ignored += [f"{param}.{name}" for name in part if name not in (field, *_PART_NAMES)]
+    return {"type": "text", "text": string(part[field], f"{param}.{field}")}
 
 
 def named_event(name: str, body: dict[str, Any], *, padded: bool) -> bytes:

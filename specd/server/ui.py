@@ -73,7 +73,7 @@ class Ui:
     def add_to(self, app: web.Application) -> None:
         app.router.add_get(PATH, self.page)
         app.router.add_get(PATH + "/", self.slash)
-        app.router.add_get(EVENTS_PATH, self.events)
+        app.router.add_get(EVENTS_PATH, self.events, allow_head=False)
         app.router.add_get(FILE_PATH, self.file)
         app.on_shutdown.append(self._close)
 
@@ -116,6 +116,8 @@ class Ui:
     async def events(self, request: web.Request) -> web.StreamResponse:
         """One event a second until the client leaves or the server stops."""
         self._check_host(request)
+        if request.headers.get("Sec-Fetch-Site") == "cross-site":  # it could not read them, and would take a place
+            raise RequestError("pages of other sites get no events", code="host_not_allowed")
         if self.num_streams >= _MOST_STREAMS:
             raise OverloadedError(f"{_MOST_STREAMS} pages are being told already")
         self.num_streams += 1

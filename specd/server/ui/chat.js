@@ -5,7 +5,7 @@ import { $, html, number } from "./dom.js";
 import { ORIGINS, TokenView } from "./tokens.js";
 
 export const limits = { top_logprobs: 3 }; // what the server allows
-const history = []; // messages so far: the answers are those of the first run
+let history = []; // messages so far: the answers are those of the first run
 const TITLES = { auto: "With speculation", off: "Without" };
 
 /** One answer while it grows. */
@@ -154,6 +154,7 @@ function verdict(auto, off) {
 
 /** One prompt, both answers. Throws ApiError when the server refuses. */
 export async function ask(prompt, signal) {
+  const chat = history; // of this prompt: a new chat may begin before its answers are there
   const wish = settings();
   const body = bodies(prompt, wish);
   const panes = { auto: new Pane("auto"), ...(wish.order === "one" ? {} : { off: new Pane("off") }) };
@@ -174,15 +175,11 @@ export async function ask(prompt, signal) {
     for (const pane of Object.values(panes)) if (pane.output.classList.contains("waiting")) pane.skip();
   }
   if (panes.auto.done && panes.off?.done) result.append(...verdict(panes.auto, panes.off));
-  if (panes.auto.done) remember(prompt, panes.auto.answer);
-}
-
-function remember(prompt, answer) {
-  history.push({ role: "user", content: prompt }, { role: "assistant", content: answer });
+  if (panes.auto.done) chat.push({ role: "user", content: prompt }, { role: "assistant", content: panes.auto.answer });
 }
 
 export function forget() {
-  history.length = 0;
+  history = [];
   $("turns").replaceChildren($("welcome"));
   $("welcome").hidden = false;
 }
