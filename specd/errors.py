@@ -42,6 +42,12 @@ class RankError(SpecdError):
     code = "rank_error"
 
 
+class OutputError(SpecdError):
+    """A result that cannot be written: a full disk, a place that is read-only."""
+
+    code = "output_error"
+
+
 class DraftError(SpecdError):
     """A drafter that does not fit the target; both sides are named."""
 

@@ -84,7 +84,7 @@ class AnyLength:
         self.random = rng
         self.asked: list[int] = []
 
-    def begin(self, num_sequences: int) -> None:
+    def begin(self, num_sequences: int, *, may_draft: bool = True) -> None:
         assert num_sequences >= 0
 
     def choose(self, requests: Items[DraftRequest], num_plain: int) -> list[int]:

@@ -7,7 +7,10 @@ from collections.abc import Callable
 
 import pytest
 
+from specd.pipeline.draft_length import AdaptiveLength
 from specd.pipeline.drafter_trial import LONGEST_REST, OPENING, PROBES, SETTLING, SHORTEST_REST, WINDOW, DrafterTrial
+from specd.step import DraftSource
+from tests.test_draft_length import MAX_DRAFT, Name, request, stats_of
 
 
 def run(
@@ -124,3 +127,27 @@ def _until_drafting(trial: DrafterTrial) -> DrafterTrial:
     while not trial.drafting:
         run(trial, 1, lambda on: 100.0)
     return trial
+
+
+@pytest.mark.parametrize("seconds", [0.0, 5e-324])
+def test_a_clock_that_stands_still_ends_nothing(seconds: float) -> None:
+    policy, sequence = AdaptiveLength(), Name()
+    for step in range(400):
+        policy.begin(1)
+        (drafts,) = policy.choose([request(sequence)], 0)
+        times = dict.fromkeys(("verify_s", "draft_s", "refill_s", "duration_s"), seconds)
+        counts = {"num_rows": 1, "num_tokens": 1 + drafts, "num_emitted": 1 + drafts, "num_draft_steps": step % 2}
+        policy.observe_step(stats_of(**times, **counts))
+        assert 0 <= drafts <= MAX_DRAFT
+
+
+@pytest.mark.parametrize("may_draft", [False, True])
+def test_steps_whose_requests_want_no_drafts_are_no_verdict_on_the_drafter(may_draft: bool) -> None:
+    """A client that turned speculation off must not have it at rest for those that come after."""
+    policy, sequence = AdaptiveLength(), Name()
+    for _ in range(20_000):
+        policy.begin(1, may_draft=may_draft)
+        policy.choose([], 1)
+        policy.observe_step(stats_of(num_rows=1, num_tokens=1, num_emitted=1, verify_s=0.010, duration_s=0.011))
+    policy.begin(1)
+    assert policy.wants_drafter(sequence, DraftSource.NONE) != may_draft

@@ -88,6 +88,16 @@ def damage(folder: Path, name: str, value: Any) -> None:
         ("d2t", torch.full((19,), 90), "ascending ids below 97"),
         ("d2t", -torch.arange(19), "ascending ids"),
         ("d2t", torch.arange(20), "19 ascending ids"),
+        ("d2t", torch.zeros(19, 1, dtype=torch.int64), r"d2t is \[19, 1\]"),
+        ("d2t", torch.tensor(3), r"d2t is \[\]"),
+        ("d2t", torch.full((19,), 0.5), "d2t is .* of torch.float32"),
+        ("num_kv_heads", 3, "4 query heads cannot share 3 key/value heads"),
+        ("head_dim", 15, "head_dim is 15"),
+        ("head_dim", 10**10, "head_dim is 10000000000"),  # frequencies of that many would fill the memory
+        ("target", [2], r"target is \[2\]"),
+        ("norm.weight", torch.ones(40, dtype=torch.int8), "norm.weight is of torch.int8"),
+        ("norm.weight", torch.ones(40).to(torch.float8_e4m3fn), "norm.weight is of torch.float8_e4m3fn"),
+        ("norm.weight", torch.full((40,), float("nan")), "norm.weight has values that are not finite"),
     ],
 )
 def test_damaged_files_are_refused_by_name(name: str, value: Any, named: str, tmp_path: Path) -> None:

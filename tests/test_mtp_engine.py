@@ -304,6 +304,9 @@ def test_heads_of_other_targets_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DraftError, match="builtin"):
         parse_draft("mtp:builtin")
     assert parse_draft("mtp:some/folder").name == "mtp:some/folder"
+    for number in ("0", "-1", "\N{SUPERSCRIPT TWO}", "\N{ARABIC-INDIC DIGIT TWO}", "9" * 5000):
+        with pytest.raises(DraftError, match="layers:N"):
+            parse_draft(f"layers:{number}")
 
 
 def test_the_heads_that_come_with_specd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -322,8 +325,9 @@ def test_the_heads_that_come_with_specd(tmp_path: Path, monkeypatch: pytest.Monk
     assert settle(mtp, loaded).name == "mtp:tiny"
     assert not settle(mtp, loaded).uses_ngram
     assert settle(both, dataclasses.replace(loaded, name="snapshot"), "Tiny-Q8").argument == "tiny"
-    with pytest.raises(DraftError, match="none for snapshot"):
-        settle(both, dataclasses.replace(loaded, name="snapshot"))
+    for stranger in ("snapshot", "tinyish", "tiny2-Q8"):
+        with pytest.raises(DraftError, match=f"none for {stranger}"):
+            settle(both, dataclasses.replace(loaded, name=stranger))
     assert settle(parse_draft("auto"), loaded) == DraftChoice("ngram")
     assert mtp_drafter(loaded, settle(mtp, loaded).folder).traits.name == "mtp:tiny"
     with pytest.raises(DraftError, match="'lm': specd has none for tiny; it has one for no model at all"):

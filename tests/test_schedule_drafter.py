@@ -51,6 +51,24 @@ def test_a_drafter_catches_up_in_one_refill_after_a_pause(traits: DraftTraits) -
     world.run()
 
 
+@pytest.mark.parametrize("max_draft", [0, 2])
+def test_the_policy_is_told_whether_anybody_wants_drafts(max_draft: int) -> None:
+    told: list[bool] = []
+
+    class Listening(FixedLength):
+        def begin(self, num_sequences: int, *, may_draft: bool = True) -> None:
+            told.append(may_draft)
+
+    world = World(traits=LM)
+    world.scheduler.length = Listening(4)
+    (sequence,) = world.add(PROMPT[:6], max_tokens=8, max_draft=max_draft)
+    run_until_decoding(world, sequence)
+    told.clear()
+    world.step()
+    assert told == [max_draft > 0]
+    world.run()
+
+
 @pytest.mark.parametrize("traits", [LM, EXACT_HEAD, PADDED_HEAD])
 def test_a_long_catch_up_takes_several_steps(traits: DraftTraits) -> None:
     world = World(traits=traits, max_tokens=4, page_size=4)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +17,7 @@ from specd.errors import ConfigError
 from specd.models.registry import load_target
 from specd.train.collect import CollectSettings, Features, collect, grouped
 from specd.train.corpus import SHIPPED, Text, corpus_file, join, read_corpus
-from specd.train.shards import read_shards
+from specd.train.shards import read_origin, read_shards
 from tests.tiny import CPU, make_batch, make_kv
 from tests.training import TORCH, random_texts, tiny_shards, write_corpus
 
@@ -41,6 +43,15 @@ def test_shipped_corpora_are_what_their_readme_says(name: str, chats: int, token
         ({"lens": torch.tensor([3, 4], dtype=torch.int32)}, "8 ids, 8 roles and lens that sum to 7"),
         ({"held_out": torch.tensor([1], dtype=torch.uint8)}, "1 held_out marks for 2 sequences"),
         ({"role": None}, "no tensor 'role'"),
+        ({"ids": torch.zeros(2, 4, dtype=torch.int32)}, r"ids is \[2, 4\] of torch.int32"),
+        ({"ids": torch.tensor(3)}, r"ids is \[\] of torch.int64"),
+        ({"ids": torch.rand(8)}, r"ids is \[8\] of torch.float32"),
+        ({"ids": torch.arange(8) - 1}, "ids holds -1"),
+        ({"lens": torch.tensor([2**33, 8 - 2**33])}, "lens holds 8589934592"),
+        ({"role": torch.full((8,), 4)}, "has role 4; 0 to 3 exist"),
+        ({"held_out": torch.ones(2, 2, dtype=torch.uint8)}, r"held_out is \[2, 2\]"),
+        ({"held_out": torch.ones(2, dtype=torch.bfloat16)}, "held_out is .* of torch.bfloat16"),
+        ({name: torch.zeros(0, dtype=torch.int32) for name in ("ids", "role", "lens")}, "holds no sequence"),
     ],
 )
 def test_damaged_corpus_is_refused(tmp_path: Path, change: dict[str, torch.Tensor | None], message: str) -> None:
@@ -167,3 +178,46 @@ def test_shards_of_two_runs_do_not_mix(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="of another run"):
         read_shards(tmp_path / "a" / "shards")
     assert "input_ids" in load_file(tmp_path / "a" / "shards" / name)
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_shards(tmp_path_factory.mktemp("shards"), random_texts(12, vocab_size=97), shard_tokens=80)[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("best", lambda tensor: None, "holds held_out, hidden, input_ids, lens, loss_mask; a shard has best"),
+        ("lens", lambda tensor: tensor + 1, "lens that sum to"),
+        ("lens", lambda tensor: tensor[:-1], r"held_out is \[\d+\] beside lens"),
+        (
+            "lens",
+            lambda tensor: torch.cat([tensor[:1] + tensor[-1:] + 1, tensor[1:-1], -tensor[:1] * 0 - 1]),
+            "below 1",
+        ),
+        ("best", lambda tensor: tensor[:-1], r"best is \[\d+\] beside input_ids"),
+        ("input_ids", lambda tensor: tensor - 97, "input_ids has tokens below 0"),
+        ("input_ids", lambda tensor: tensor.float(), "input_ids is of torch.float32"),
+        ("hidden", lambda tensor: tensor[:, 1:].contiguous(), r"hidden has rows of \[63\]"),
+        ("hidden", lambda tensor: tensor * float("nan"), "hidden has values that are not finite"),
+    ],
+)
+def test_a_shard_that_is_not_whole_is_named(
+    shards: Path, tmp_path: Path, name: str, change: Callable[[torch.Tensor], torch.Tensor | None], message: str
+) -> None:
+    folder = shutil.copytree(shards, tmp_path / "shards")
+    path = sorted(folder.iterdir())[-1]
+    tensors: dict[str, torch.Tensor | None] = dict(load_file(path))
+    tensors[name] = change(load_file(path)[name])
+    save_file({k: v for k, v in tensors.items() if v is not None}, path, metadata=read_origin(path).metadata())
+    with pytest.raises(ConfigError, match=f"{path.name}: .*{message}"):
+        read_shards(folder)
+
+
+def test_a_shard_of_many_is_named(shards: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(shards, tmp_path / "shards")
+    for path in folder.iterdir():
+        save_file(load_file(path), path, metadata=read_origin(path).metadata() | {"num_shards": "many"})
+    with pytest.raises(ConfigError, match="num_shards is 'many'"):
+        read_shards(folder)

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import orjson
 import pytest
-from safetensors.torch import load_file
+import torch
+from safetensors.torch import load_file, save_file
 
 from specd.cli import main
 from specd.errors import ConfigError, ModelError
@@ -138,6 +139,13 @@ def test_what_is_of_other_settings_is_refused(settings: ConverseSettings, tmp_pa
     journal.write_bytes(b"nothing\n")
     with pytest.raises(ConfigError, match="not a journal of chats"):
         converse(other, renderer)
+    torn = {"chat": 0, "ids": [1, 2], "role": [0], "temperature": 0.5}
+    journal.write_bytes(orjson.dumps(settings.identity()) + b"\n" + orjson.dumps(torn) + b"\n")
+    with pytest.raises(ConfigError, match=r"not a journal of chats: .*2 ids and 1 roles"):
+        converse(other, renderer)
+    save_file({"ids": torch.zeros(1)}, tmp_path / "list.safetensors", metadata={"specd_chats": "[1]"})
+    with pytest.raises(ConfigError, match=r"is there, and not of such a run"):
+        converse(dataclasses.replace(settings, output=tmp_path / "list.safetensors"), renderer)
     journal.write_bytes(b"[1]\n")
     with pytest.raises(ConfigError, match=r"not a journal of chats: .*the first line is list, not an object"):
         converse(other, renderer)

@@ -11,7 +11,7 @@ import numpy as np
 import orjson
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from specd.attention.torch_attention import TorchAttention
 from specd.cli import main
@@ -213,6 +213,7 @@ def test_a_package_of_one_layer_is_small(tmp_path: Path) -> None:
     ("change", "message"),
     [
         ({"num_layers": 0}, "num_layers is 0, it must be a whole number above 0"),
+        ({"num_layers": 10**12}, "num_layers is 1000000000000; the target has"),  # their names would fill the memory
         ({"num_layers": 3}, "do not match the config; missing: model.layers.2"),
         ({"borrows": ["embedding"]}, r"borrows \['embedding'\]; only 1"),
         ({"target": {"hidden_size": 32}}, "whose hidden_size is 32, not 64"),
@@ -227,6 +228,15 @@ def test_damaged_folders_are_refused(
     (tmp_path / "model.safetensors").write_bytes((drafted / "model" / "model.safetensors").read_bytes())
     (tmp_path / "config.json").write_bytes(orjson.dumps(data))
     assert load_borrowing(tmp_path, target).shape.num_layers == 2
+    tensors = load_file(tmp_path / "model.safetensors")
+    for norm, reason in (
+        (torch.ones(64, dtype=torch.int8), "is of torch.int8"),
+        (torch.full((64,), torch.nan), "finite"),
+    ):
+        save_file(tensors | {"model.norm.weight": norm}, tmp_path / "model.safetensors")
+        with pytest.raises(ModelError, match=f"model.norm.weight .*{reason}"):
+            load_borrowing(tmp_path, target)
+    save_file(tensors, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_bytes(orjson.dumps(data | change))
     with pytest.raises(ModelError, match=message):
         load_borrowing(tmp_path, target)

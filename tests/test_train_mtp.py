@@ -284,6 +284,10 @@ def test_shards_of_another_target_are_refused(settings: MtpSettings, tmp_path: P
     [
         (["--lr", "0"], "--lr 0.0: must be above 0"),
         (["--steps", "0"], "--steps 0: must be at least 1"),
+        (["--noise", "inf"], "--noise inf: must be at least 0, and finite"),
+        (["--clip", "inf"], "--clip inf: must be above 0, and finite"),
+        (["--seed", "10000000000000000"], "--seed 10000000000000000: must be at most"),
+        (["-o", "/dev/null/run"], "--output /dev/null/run: cannot be made"),
         (["--draft-vocab", "98"], "--draft-vocab 98: model has 97 tokens"),
         (["--shards", "/nonexistent"], "/nonexistent: holds no shards"),
     ],

@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
+from specd.attention.torch_attention import TorchAttention
 from specd.errors import ModelError
+from specd.models.registry import KernelChoice, load_target
 from specd.models.weights import SafetensorsFolder, check_weights, read_header
-from tests.tiny import tiny_config, tiny_weights, write_hf_folder
+from tests.tiny import CPU, tiny_config, tiny_weights, write_hf_folder
 
 
 def write(path: Path, header: Any, data: bytes = b"", *, length: int | None = None) -> Path:
@@ -188,3 +190,13 @@ def test_long_lists_are_cut() -> None:
     expected = tiny_config().weight_shapes()
     with pytest.raises(ModelError, match=rf"and {len(expected) - 5} more"):
         check_weights(Path("m"), {}, expected, tied=False)
+
+
+@pytest.mark.parametrize("kernels", ["torch", "auto"])
+def test_quantised_weights_are_not_read_as_plain_numbers(kernels: Literal["torch", "auto"], tmp_path: Path) -> None:
+    folder = write_hf_folder(tmp_path / "model", config=tiny_config(), weights=tiny_weights(tiny_config()))
+    (path,), name = folder.glob("*.safetensors"), "model.layers.1.mlp.up_proj.weight"
+    tensors = load_file(path)
+    save_file(tensors | {name: tensors[name].to(torch.int8)}, path)
+    with pytest.raises(ModelError, match=f"tensor {name} is of torch.int8"):
+        load_target(folder, dtype="auto", device=CPU, attention=TorchAttention(), kernels=KernelChoice(kernels))

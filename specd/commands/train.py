@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import math
 from pathlib import Path
 
 from specd import log
 from specd.commands import train_collect, train_draft, train_validate
 from specd.commands.train_options import add_numbers, add_training, given
-from specd.errors import ConfigError
+from specd.errors import ConfigError, OutputError
 from specd.models import fetch
 from specd.train.plan import values_of
 from specd.train.recipe import RecipeParser
@@ -22,6 +23,7 @@ _LOWEST = {
     "concurrency": 1,
 }  # fmt: skip
 _ABOVE_ZERO = ("lr", "clip", "step_decay", "rank_timeout")
+_MOST = {"seed": 2**43, "rank_timeout": 1e9}  # what is made of them is counted in 64 bits
 
 
 def add_verbs(parser: argparse.ArgumentParser) -> None:
@@ -45,15 +47,18 @@ def add_verbs(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Raises ConfigError for a number out of range, naming the option and the value."""
+    """Raises ConfigError for a number out of range, naming the option and the value; OutputError for a full disk."""
     log.configure("info", "auto")
     for name, low in _LOWEST.items():
         value = getattr(args, name, None)
-        if value is not None and not value >= low:
-            raise ConfigError(f"--{name.replace('_', '-')} {value}: must be at least {low}")
+        if value is not None and not low <= value < math.inf:
+            raise ConfigError(f"--{name.replace('_', '-')} {value}: must be at least {low}, and finite")
     for name in _ABOVE_ZERO:
-        if hasattr(args, name) and not getattr(args, name) > 0:
-            raise ConfigError(f"--{name.replace('_', '-')} {getattr(args, name)}: must be above 0")
+        if hasattr(args, name) and not 0 < getattr(args, name) < math.inf:
+            raise ConfigError(f"--{name.replace('_', '-')} {getattr(args, name)}: must be above 0, and finite")
+    for name, most in _MOST.items():
+        if abs(getattr(args, name, 0)) > most:
+            raise ConfigError(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at most {most:.0f}")
     path = fetch.resolve(args.model)
     if args.threads is not None:
         importlib.import_module("torch").set_num_threads(args.threads)
@@ -64,7 +69,12 @@ def run(args: argparse.Namespace) -> int:
         "draft": train_draft.run,
         "validate": train_validate.run,
     }
-    return verbs[args.verb](args, path)
+    try:
+        return verbs[args.verb](args, path)
+    except BrokenPipeError:
+        raise  # of what is printed
+    except OSError as error:
+        raise OutputError(f"train {args.verb}: {error}") from error
 
 
 def _add_mtp(parser: argparse.ArgumentParser) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
@@ -19,7 +20,7 @@ from specd.models.registry import LoadedModel
 from specd.text import Tokenizer
 
 MAX_DEPTH = 64
-SHIPPED = Path(__file__).parent / "shipped"  # KIND/NAME: for models whose names begin with NAME
+SHIPPED = Path(__file__).parent / "shipped"  # KIND/NAME: for models whose names begin with NAME, as whole words
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -61,7 +62,7 @@ def parse_draft(text: str) -> DraftChoice:
     kind, _, argument = text.partition(":")
     if text in _WITHOUT_ARGUMENT:
         return _WITHOUT_ARGUMENT[text]
-    if kind == "layers" and argument.isdigit() and int(argument) > 0:
+    if kind == "layers" and re.fullmatch("[1-9][0-9]{0,8}", argument):
         return DraftChoice("layers", argument)
     if kind == "lm" and argument:
         return DraftChoice("lm", argument)
@@ -94,9 +95,14 @@ def settle(choice: DraftChoice, target: LoadedModel, *names: str) -> DraftChoice
 
 
 def _shipped_for(kind: str, names: Iterable[str]) -> Path | None:
-    """The folder whose name is the longest that one of a model's names begins with."""
-    fitting = [path for path in _shipped(kind) if any(name.lower().startswith(path.name) for name in names)]
+    """The folder whose name is the longest that one of a model's names begins with, as whole words."""
+    lowered = [name.lower() for name in names]
+    fitting = [path for path in _shipped(kind) if any(_begins(name, path.name) for name in lowered)]
     return max(fitting, key=lambda path: len(path.name), default=None)
+
+
+def _begins(name: str, start: str) -> bool:
+    return name.startswith(start) and not name[len(start) : len(start) + 1].isalnum()
 
 
 def _shipped(kind: str) -> list[Path]:

@@ -23,7 +23,7 @@ from specd.models.config import LlamaConfig
 from specd.models.llama import Llama
 from specd.models.native import NativeLlama, TensorSource
 from specd.models.saving import save_tensors
-from specd.models.weights import SafetensorsFolder, check_weights
+from specd.models.weights import SafetensorsFolder, check_values, check_weights
 
 FORMAT = 1  # of config.json: "specd_draft"
 BORROWS = ["embedding", "lm_head", "tokenizer"]
@@ -68,9 +68,12 @@ def load_borrowing(path: Path, target: Llama | NativeLlama) -> Llama | NativeLla
     if isinstance(num_layers, bool) or not isinstance(num_layers, int) or num_layers < 1:
         raise ModelError(f"{path}: num_layers is {num_layers!r}, it must be a whole number above 0")
     _check_target(path, made_for, target)
+    if num_layers > target.config.num_layers:
+        raise ModelError(f"{path}: num_layers is {num_layers}; the target has {target.config.num_layers}")
     config = dataclasses.replace(target.config, num_layers=num_layers)
     weights = SafetensorsFolder(path)
     check_weights(path, weights.shapes, own_shapes(config), tied=False)
+    check_values(path, {name: weights[name] for name in own_shapes(config)})
     if isinstance(target, NativeLlama):
         # A draft may be a little wrong: its weights take half the memory's time as int8.
         quantize = "q8_0" if target.activations == "fast" else "none"

@@ -35,9 +35,11 @@ from specd.models.base import ModelShape
 from specd.models.config import RopeConfig
 from specd.models.layers import Linear, inverse_frequencies, rms_norm, rope_angles, rotate, swiglu
 from specd.models.saving import save_tensors
+from specd.models.weights import check_values
 from specd.tensors import BatchInfo
 
 FORMAT = 1  # of config.json: "specd_head"
+_LARGEST_HEAD = 1 << 16  # numbers of an attention head; positions turn them in pairs
 _CHOICES: Mapping[str, tuple[str, ...]] = {
     "features": ("last", "pre", "aux"),
     "concat": ("embedding_first", "hidden_first"),
@@ -96,6 +98,11 @@ class HeadConfig:
                 raise ModelError(f"{path}: {name} is {value!r}, it must be a number above 0")
             elif kind == "bool" and not isinstance(value, bool):
                 raise ModelError(f"{path}: {name} is {value!r}, it must be true or false")
+        if data["num_heads"] % data["num_kv_heads"]:
+            heads = f"{data['num_heads']} query heads cannot share {data['num_kv_heads']} key/value heads evenly"
+            raise ModelError(f"{path}: {heads}")
+        if data["head_dim"] % 2 or data["head_dim"] > _LARGEST_HEAD:
+            raise ModelError(f"{path}: head_dim is {data['head_dim']}; it must be even, at most {_LARGEST_HEAD}")
         return cls(**{**data, "rope": _rope(data["rope"], data["head_dim"], path)})
 
 
@@ -166,7 +173,11 @@ def read_head(path: Path) -> HeadFile:
     for name in sorted(found.keys() | wanted.keys()):
         if found.get(name) != wanted.get(name):
             raise ModelError(f"{path}: tensor {name} is {found.get(name)}, its config wants {wanted.get(name)}")
-    return HeadFile(config, tensors, _token_ids(config, offsets, path), data.get("target", {}))
+    check_values(path, tensors)
+    target = data.get("target", {})
+    if not isinstance(target, dict):
+        raise ModelError(f"{path}: target is {target!r}, it must be an object")
+    return HeadFile(config, tensors, _token_ids(config, offsets, path), target)
 
 
 def _token_ids(config: HeadConfig, offsets: torch.Tensor | None, path: Path) -> torch.Tensor | None:
@@ -174,6 +185,10 @@ def _token_ids(config: HeadConfig, offsets: torch.Tensor | None, path: Path) -> 
         raise ModelError(f"{path}: draft_vocab_size and the tensor d2t come together or not at all")
     if offsets is None:
         return None
+    if offsets.ndim != 1 or offsets.dtype not in (torch.int64, torch.int32):
+        raise ModelError(
+            f"{path}: d2t is {list(offsets.shape)} of {offsets.dtype}, it must be one row of whole numbers"
+        )
     ids = torch.arange(len(offsets)) + offsets.long()
     ascending = bool((ids.diff() > 0).all()) and len(ids) == config.draft_vocab_size
     if not ascending or not len(ids) or ids[0] < 0 or ids[-1] >= config.vocab_size:

@@ -18,7 +18,7 @@ from specd.models.config import LlamaConfig, config_from_hf, token_ids
 from specd.models.gguf import GgufFile
 from specd.models.llama import Llama
 from specd.models.native import Activations, NativeLlama, TensorSource, WeightSource, unsupported
-from specd.models.weights import SafetensorsFolder, check_weights
+from specd.models.weights import SafetensorsFolder, check_dtypes, check_weights
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -125,6 +125,8 @@ def _load_folder(
     weights = SafetensorsFolder(path)
     config = _untied_if_different(path, config, weights)
     check_weights(path, weights.shapes, config.weight_shapes(), tied=config.tied)
+    dtypes, wanted = weights.dtypes, config.weight_shapes()
+    check_dtypes(path, {name: dtypes[name] for name in wanted})
     generation = _read_json(path / "generation_config.json", required=False)
     bos = token_ids(generation, "bos_token_id", "generation_config.json")
     precision = _resolve_dtype(dtype, config, device)

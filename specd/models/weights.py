@@ -130,6 +130,10 @@ class SafetensorsFolder(Mapping[str, torch.Tensor]):
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: span.shape for name, (_, span) in self._spans.items()}
 
+    @property
+    def dtypes(self) -> dict[str, torch.dtype]:
+        return {name: span.dtype for name, (_, span) in self._spans.items()}
+
     def __getitem__(self, name: str) -> torch.Tensor:
         path, span = self._spans[name]
         if span.end == span.begin:
@@ -213,6 +217,21 @@ def check_weights(
     ]
     if problems:
         raise ModelError(f"{where}: the tensors do not match the config; " + "; ".join(problems))
+
+
+def check_dtypes(where: Path, dtypes: Mapping[str, torch.dtype]) -> None:
+    """Raises ModelError for weights that are not numbers of 16 bits or more: scales of quantised ones are not read."""
+    for name, dtype in dtypes.items():
+        if not dtype.is_floating_point or dtype.itemsize < 2:
+            raise ModelError(f"{where}: tensor {name} is of {dtype}; only float weights of 16 bits or more are read")
+
+
+def check_values(where: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """`check_dtypes`, and raises ModelError for what is not finite: drafts of NaN would be wrong without an error."""
+    check_dtypes(where, {name: tensor.dtype for name, tensor in tensors.items()})
+    for name, tensor in tensors.items():
+        if not bool(tensor.isfinite().all()):
+            raise ModelError(f"{where}: tensor {name} has values that are not finite")
 
 
 def _fits(name: str, found: tuple[int, ...], expected: tuple[int, ...]) -> bool:

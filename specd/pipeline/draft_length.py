@@ -28,8 +28,11 @@ class DraftRequest:
 class DraftLength(Protocol):
     """The seam between schedule and the length policy."""
 
-    def begin(self, num_sequences: int) -> None:
-        """A step is planned; so many sequences run, or would if there were pages, prompts included."""
+    def begin(self, num_sequences: int, *, may_draft: bool = True) -> None:
+        """A step is planned; so many sequences run, or would if there were pages, prompts included.
+
+        may_draft: whether any of their requests allows drafts.
+        """
         ...
 
     def choose(self, requests: Rows[DraftRequest], num_plain: int) -> list[int]:
@@ -59,7 +62,7 @@ class FixedLength:
     def __init__(self, length: int) -> None:
         self._length = length
 
-    def begin(self, num_sequences: int) -> None:
+    def begin(self, num_sequences: int, *, may_draft: bool = True) -> None:
         return
 
     def choose(self, requests: Rows[DraftRequest], num_plain: int) -> list[int]:
@@ -193,9 +196,11 @@ class AdaptiveLength:
         self._prior: dict[DraftSource, _Acceptance] = {}
         self._rates: dict[tuple[int, DraftSource], _Acceptance] = {}
         self._idle_steps = 0
+        self._may_draft = True
 
-    def begin(self, num_sequences: int) -> None:
+    def begin(self, num_sequences: int, *, may_draft: bool = True) -> None:
         self._trial.begin(num_sequences)
+        self._may_draft = may_draft
 
     def choose(self, requests: Rows[DraftRequest], num_plain: int) -> list[int]:
         if not self._trial.drafting:
@@ -217,7 +222,7 @@ class AdaptiveLength:
         """Drafts per request with the most expected tokens per second. O(C log C) in the C candidate drafts."""
         rows = len(requests) + num_plain
         plain = self._cost(rows, 0, 0)
-        if plain is None or not requests:
+        if not plain or not requests:  # a clock too coarse for a step measures nothing, too
             return [0] * len(requests)
         candidates = sorted(
             (-(self._rate(request.sequence, request.source).rate ** j), j, i)
@@ -231,7 +236,7 @@ class AdaptiveLength:
             if requests[i].source is DraftSource.DRAFTER:
                 deepest, drafting = max(deepest, depth), drafting + (depth == 1)
             cost = self._cost(rows + taken, deepest, drafting)
-            if cost is not None and (rows + kept) / cost > best_speed:
+            if cost and (rows + kept) / cost > best_speed:
                 best_speed, best = (rows + kept) / cost, taken
         lengths = [0] * len(requests)
         for _, depth, i in candidates[:best]:
@@ -264,7 +269,8 @@ class AdaptiveLength:
             self._draft.observe(stats.num_rows, stats.draft_s / stats.num_draft_steps)
         elif stats.num_refill_rows:
             self._draft.observe(stats.num_refill_rows, stats.refill_s)
-        self._trial.observe(stats.num_emitted, stats.duration_s)
+        if self._may_draft:  # else the step says nothing of the drafter, in whichever window it falls
+            self._trial.observe(stats.num_emitted, stats.duration_s)
         computing = stats.verify_s + stats.draft_s + stats.refill_s
         self._host.observe(0, max(stats.duration_s - computing, 0.0))
 

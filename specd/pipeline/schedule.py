@@ -159,7 +159,8 @@ class Scheduler:
 
     def schedule(self, step: int) -> ScheduledStep | None:
         """The next step, or None when there is nothing to run."""
-        self.length.begin(min(len(self.running) + len(self.waiting), self.limits.max_running))
+        num_sequences = min(len(self.running) + len(self.waiting), self.limits.max_running)
+        self.length.begin(num_sequences, may_draft=any(sequence.max_draft for sequence in self.running))
         rows = self._decode_rows()
         budget = self.limits.max_tokens - len(rows)
         if self.limits.mixed == "plain":

@@ -212,8 +212,8 @@ def _write_corpus(settings: ConverseSettings, identity: dict[str, Any], chats: l
 def _check_finished(path: Path, identity: dict[str, Any]) -> None:
     try:
         with safe_open(path, framework="pt") as file:
-            found = orjson.loads((file.metadata() or {})[_SETTINGS])
-    except (OSError, SafetensorError, KeyError, orjson.JSONDecodeError) as error:
+            found = dict(orjson.loads((file.metadata() or {})[_SETTINGS]))
+    except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"{path}: is there, and not of such a run: {error!r}; give another file") from error
     for name, value in identity.items():
         if found.get(name) != value:

@@ -48,15 +48,19 @@ def read_corpus(path: Path) -> list[Text]:
     """Raises ConfigError naming the file and what is wrong with it."""
     try:
         tensors = load_file(path)
-        ids, role, lens = (tensors[name].to(torch.int64).numpy() for name in ("ids", "role", "lens"))
+        ids, role, lens = (_numbers(path, name, tensors[name]) for name in ("ids", "role", "lens"))
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"{path}: not a corpus: {error}") from error
     except KeyError as error:
         raise ConfigError(f"{path}: not a corpus: it has no tensor {error}; ids, role and lens are needed") from error
     if len(ids) != len(role) or len(ids) != lens.sum() or (lens < 1).any():
         raise ConfigError(f"{path}: {len(ids)} ids, {len(role)} roles and lens that sum to {lens.sum()} do not agree")
+    if not len(lens):
+        raise ConfigError(f"{path}: holds no sequence")
+    if (role > OTHERS).any():
+        raise ConfigError(f"{path}: has role {role.max()}; {GIVEN} to {OTHERS} exist")
     if "held_out" in tensors:
-        held_out = tensors["held_out"].numpy().astype(bool)
+        held_out = _numbers(path, "held_out", tensors["held_out"]).astype(bool)
     else:
         held_out = np.arange(len(lens)) % HELD_OUT_EVERY == 0
     if len(held_out) != len(lens):
@@ -67,6 +71,18 @@ def read_corpus(path: Path) -> list[Text]:
         Text(ids[span].astype(np.int32), role[span].astype(np.uint8), bool(mark))
         for span, mark in zip(spans, held_out, strict=True)
     ]
+
+
+def _numbers(path: Path, name: str, tensor: torch.Tensor) -> npt.NDArray[np.int64]:
+    """Raises ConfigError for anything but one row of whole numbers from 0 to what an i32 holds."""
+    if tensor.ndim != 1 or tensor.is_floating_point() or tensor.is_complex():
+        shape = list(tensor.shape)
+        raise ConfigError(f"{path}: {name} is {shape} of {tensor.dtype}, it must be one row of whole numbers")
+    numbers: npt.NDArray[np.int64] = tensor.to(torch.int64).numpy()
+    wrong = numbers[(numbers < 0) | (numbers >= 1 << 31)]
+    if len(wrong):
+        raise ConfigError(f"{path}: {name} holds {wrong[0]}; it must be from 0 to {(1 << 31) - 1}")
+    return numbers
 
 
 def join(texts: list[Text], length: int, eos_ids: tuple[int, ...]) -> list[Text]:

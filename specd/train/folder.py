@@ -15,27 +15,41 @@ from typing import Any
 
 import orjson
 
+from specd.errors import ConfigError
+
 
 class RunFolder:
     """See the module. Every method is without effect where writes is False."""
 
     def __init__(self, path: Path, *, best: str, writes: bool) -> None:
-        """best: name of the folder of the best model so far; put back where a crash left it under another."""
+        """best: name of the folder of the best model so far; put back where a crash left it under another.
+
+        Raises ConfigError for a folder that cannot be made.
+        """
         self._path, self._best, self._writes = path, path / best, writes
         self._old = path / f"{best}.old"
         self.checkpoint = path / "checkpoint.safetensors"
         if writes:
-            path.mkdir(parents=True, exist_ok=True)
+            try:
+                path.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise ConfigError(f"--output {path}: cannot be made: {error}") from error
             if self._old.exists() and not self._best.exists():
                 self._old.rename(self._best)
 
     def begin(self, step: int | None) -> None:
-        """Drops the log's lines of steps after that one, all of them for None: they will be made again."""
+        """Drops the log's lines of steps after that one, all of them for None: they will be made again.
+
+        So is a line that a crash or a full disk cut short. Raises ConfigError for a log that is none.
+        """
         path = self._path / "log.jsonl"
         if not self._writes or not path.exists():
             return
-        lines = path.read_bytes().splitlines()
-        kept = [line for line in lines if step is not None and orjson.loads(line)["step"] <= step]
+        lines = path.read_bytes().split(b"\n")[:-1]  # behind the last newline: a torn line
+        try:
+            kept = [line for line in lines if step is not None and orjson.loads(line)["step"] <= step]
+        except (orjson.JSONDecodeError, KeyError, TypeError) as error:
+            raise ConfigError(f"{path}: not the log of a training run: {error!r}") from error
         partial = path.with_suffix(".partial")
         partial.write_bytes(b"".join(line + b"\n" for line in kept))
         partial.replace(path)
@@ -58,10 +72,18 @@ class RunFolder:
         shutil.rmtree(partial, ignore_errors=True)
         write(partial)
         versions = {package: version(package) for package in ("specd", "torch")}
-        data = {"command": sys.argv, "versions": versions, **provenance}
+        data = {"command": [without_place(word) for word in sys.argv], "versions": versions, **provenance}
         (partial / "provenance.json").write_bytes(orjson.dumps(data, option=orjson.OPT_INDENT_2) + b"\n")
         shutil.rmtree(self._old, ignore_errors=True)
         if self._best.exists():
             self._best.rename(self._old)
         partial.rename(self._best)
         shutil.rmtree(self._old, ignore_errors=True)
+
+
+def without_place(value: Any) -> Any:
+    """An absolute path, or an option's, is its last part alone: machines keep their files elsewhere."""
+    if not isinstance(value, str):
+        return value
+    option, equals, place = value.rpartition("=")
+    return f"{option}{equals}{Path(place).name}" if place.startswith("/") else value

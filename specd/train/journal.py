@@ -38,8 +38,11 @@ class Journal:
                 raise TypeError(f"the first line is {type(found).__name__}, not an object")
             for line in lines[1:]:
                 record = orjson.loads(line)
-                chats[record["chat"]] = Chat(record["ids"], record["role"], record["temperature"])
-        except (orjson.JSONDecodeError, KeyError, TypeError) as error:
+                chat = Chat(record["ids"], record["role"], record["temperature"])
+                if not 0 < len(chat.ids) == len(chat.role):
+                    raise ValueError(f"{len(chat.ids)} ids and {len(chat.role)} roles")
+                chats[record["chat"]] = chat
+        except (KeyError, TypeError, ValueError) as error:
             raise ConfigError(f"{path}: not a journal of chats: {error!r}; remove it to begin anew") from error
         for name, value in identity.items():
             if found.get(name) != value:

@@ -70,6 +70,8 @@ def read_origin(path: Path) -> Origin:
     names = [field.name for field in dataclasses.fields(Origin)]
     if data.get("specd_shard") != _FORMAT or any(name not in data for name in names):
         raise ConfigError(f'{path}: not a shard: its metadata have no "specd_shard": {_FORMAT} with {", ".join(names)}')
+    if not data["num_shards"].isdecimal():
+        raise ConfigError(f"{path}: not a shard: num_shards is {data['num_shards']!r}")
     values = {name: data[name] for name in names[:-1]}
     return Origin(**values, num_shards=int(data["num_shards"]))
 
@@ -91,8 +93,8 @@ class Collected:
 
 
 def read_shards(*folders: Path) -> Collected:
-    """Raises ConfigError for a folder that has none, lacks some or has those of several runs, and for folders of
-    different targets, features or kernels, or of the same corpus."""
+    """Raises ConfigError for a folder that has none, lacks some or has those of several runs, for folders of different
+    targets, features or kernels, or of the same corpus, and for a shard that does not hold what it must."""
     found = {folder: _folder_shards(folder) for folder in folders}
     origins = [origin for _, origin in found.values()]
     for folder, (_, origin) in found.items():
@@ -100,7 +102,7 @@ def read_shards(*folders: Path) -> Collected:
             raise ConfigError(f"{folder}: was not collected like {folders[0]}: {origin} and {origins[0]}")
     if len({origin.corpus for origin in origins}) < len(folders):
         raise ConfigError(f"{', '.join(map(str, folders))}: the same text would be learned twice; give other folders")
-    whole = _load([path for paths, _ in found.values() for path in paths])
+    whole = _load([path for paths, _ in found.values() for path in paths], origins[0].features)
     lens = whole["lens"].long()
     digest = hashlib.sha256(whole["input_ids"].numpy().tobytes() + whole["lens"].numpy().tobytes())
     for origin in origins:
@@ -133,18 +135,54 @@ def _folder_shards(folder: Path) -> tuple[list[Path], Origin]:
     return paths, origin
 
 
-def _load(paths: list[Path]) -> dict[str, torch.Tensor]:
+def _load(paths: list[Path], features: str) -> dict[str, torch.Tensor]:
     """All shards' tensors end to end, with no more than one shard in memory twice."""
     sizes: dict[str, int] = {}
     for path in paths:
         with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 (a file, not a mapping)
-                sizes[name] = sizes.get(name, 0) + file.get_slice(name).get_shape()[0]
+            shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118 (a file)
+        _check_shapes(path, shapes, features)
+        for name, shape in shapes.items():
+            sizes[name] = sizes.get(name, 0) + shape[0]
     whole: dict[str, torch.Tensor] = {}
     filled = dict.fromkeys(sizes, 0)
     for path in paths:
-        for name, tensor in load_file(path).items():
+        tensors = load_file(path)
+        _check_values(path, tensors)
+        for name, tensor in tensors.items():
             target = whole.setdefault(name, tensor.new_empty((sizes[name], *tensor.shape[1:])))
+            if target.shape[1:] != tensor.shape[1:] or target.dtype != tensor.dtype:
+                words = f"{list(tensor.shape[1:])} of {tensor.dtype}"
+                raise ConfigError(f"{path}: {name} has rows of {words}, those of {paths[0]} are others")
             target[filled[name] : filled[name] + len(tensor)] = tensor
             filled[name] += len(tensor)
     return whole
+
+
+def _check_shapes(path: Path, shapes: Mapping[str, list[int]], features: str) -> None:
+    """Raises ConfigError for a shard whose tensors do not belong together."""
+    wanted = {"input_ids": 1, "loss_mask": 1, "lens": 1, "held_out": 1, "hidden": 2, "best": 1}
+    wanted |= {} if features == "last" else {"features": 2}
+    if shapes.keys() != wanted.keys():
+        raise ConfigError(f"{path}: holds {', '.join(sorted(shapes))}; a shard has {', '.join(sorted(wanted))}")
+    for name, ndim in wanted.items():
+        like = "lens" if name == "held_out" else name if name == "lens" else "input_ids"
+        if len(shapes[name]) != ndim or shapes[name][0] != shapes[like][0]:
+            raise ConfigError(f"{path}: {name} is {shapes[name]} beside {like} {shapes[like]}")
+
+
+def _check_values(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raises ConfigError for lengths, tokens or states that cannot be."""
+    lens, count = tensors["lens"].long(), len(tensors["input_ids"])
+    if int(lens.sum()) != count or bool((lens < 1).any()):
+        raise ConfigError(f"{path}: holds {count} tokens, and lens that sum to {int(lens.sum())} or are below 1")
+    for name in ("input_ids", "best", "hidden", "features"):
+        if name not in tensors:
+            continue
+        states = name in ("hidden", "features")
+        if tensors[name].is_floating_point() != states:
+            raise ConfigError(f"{path}: {name} is of {tensors[name].dtype}")
+        if states and not bool(tensors[name].isfinite().all()):
+            raise ConfigError(f"{path}: {name} has values that are not finite")
+        if not states and bool((tensors[name] < 0).any()):
+            raise ConfigError(f"{path}: {name} has tokens below 0")

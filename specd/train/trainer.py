@@ -23,7 +23,7 @@ import torch
 from specd.errors import ConfigError
 from specd.train.batches import Batch, epoch_batches, evenly, follows, make_batch, sequences
 from specd.train.checkpoint import checkpoint_tensors, load_checkpoint, read_state, save_checkpoint
-from specd.train.folder import RunFolder
+from specd.train.folder import RunFolder, without_place
 from specd.train.parallel import Ranks, check_share, joined, parallel_model
 from specd.train.plan import Settings, defaults, identity
 from specd.train.plot import draw
@@ -61,7 +61,7 @@ class Task(Protocol):
         ...
 
 
-def check_data(data: Collected, *, shards: tuple[Path, ...], model: Path) -> None:
+def check_data(data: Collected, target: FrozenTarget, *, shards: tuple[Path, ...], model: Path) -> None:
     """Raises ConfigError for shards of another target, or with nothing to train on or to hold out."""
     folders = " ".join(map(str, shards))
     if data.origin.fingerprint != weights_fingerprint(model):
@@ -69,6 +69,15 @@ def check_data(data: Collected, *, shards: tuple[Path, ...], model: Path) -> Non
     for held_out in (False, True):
         if not sequences(data, held_out=held_out):
             raise ConfigError(f"{folders}: no sequence is {'held out' if held_out else 'to train on'}")
+    width = target.config.hidden_size
+    if data.hidden.shape[1] != width:
+        raise ConfigError(f"{folders}: hold states of {data.hidden.shape[1]} numbers, {target.name} has {width}")
+    wanted = width * (3 if data.origin.features == "aux" else 1)
+    if data.features.shape[1] != wanted:
+        raise ConfigError(f"{folders}: hold features of {data.features.shape[1]} numbers, {target.name} has {wanted}")
+    highest = max(int(data.ids.max()), int(data.best.max()))
+    if highest >= target.vocab_size:
+        raise ConfigError(f"{folders}: hold token {highest}; {target.name} has {target.vocab_size} tokens")
 
 
 @contextlib.contextmanager
@@ -93,7 +102,7 @@ def run_training(settings: Settings, make_task: Callable[[Collected, FrozenTarge
     with joined(plan.rank_timeout) as ranks, matmul_precision(plan.precision):
         data = read_shards(*settings.shards)
         target = read_frozen(settings.model)
-        check_data(data, shards=settings.shards, model=settings.model)
+        check_data(data, target, shards=settings.shards, model=settings.model)
         trainer = Trainer(settings, data, make_task(data, target), ranks)
         trainer.resume()
         return trainer.train()
@@ -121,6 +130,9 @@ class Trainer:
             self.train_set = evenly(self.train_set, data.lens, plan.train_tokens)
         self.held_out = evenly(sequences(data, held_out=True), data.lens, plan.eval_tokens)
         self.answers = follows(data)
+        for chosen, what in ((self.train_set, "to train on"), (self.held_out, "held out")):
+            if not _predicts(data, chosen, self.answers):
+                raise ConfigError(f"{' '.join(map(str, settings.shards))}: no token that is learned is {what}")
         self.parallel = parallel_model(task.model, ranks, plan.shard)
         self.optimizer = torch.optim.AdamW(
             list(self.parallel.parameters.values()), lr=plan.lr, betas=(0.9, 0.95), weight_decay=plan.weight_decay
@@ -249,13 +261,19 @@ class Trainer:
 
     def _export(self, weights: Mapping[str, torch.Tensor]) -> None:
         provenance = {
-            "settings": self.identity,
+            "settings": {name: without_place(value) for name, value in self.identity.items()},
             "ranks": self.ranks.size,
             "shards": dataclasses.asdict(self.data.origin),
             **self.task.provenance(),
             "figures": self.best_figures,
         }
         self.folder.replace(lambda path: self.task.write(path, weights), provenance)
+
+
+def _predicts(data: Collected, chosen: list[int], answers: torch.Tensor) -> bool:
+    """Whether any token of the chosen sequences is predicted: none follows a sequence's first one, or its last."""
+    spans = (slice(int(data.starts[s]) + 1, int(data.starts[s] + data.lens[s]) - 1) for s in chosen)
+    return any(bool(answers[span].any()) for span in spans)
 
 
 def learning_rate(step: int, warmup: int, total: int) -> float:
