@@ -113,6 +113,9 @@ class VercelAI(NodeClient):
     broken = ("TypeError", "Error", "AI_APICallError", "Object")
 
 
+_ENDS = ("0", "2")  # tokens that end an answer of the default model
+
+
 class LlmCommand:
     """`llm` as a person runs it: text on its standard output, exit code 1 when something is wrong."""
 
@@ -142,7 +145,8 @@ class LlmCommand:
 
     def stream(self, prompt: str, max_tokens: int) -> Generator[str, None, None]:
         pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        with subprocess.Popen(self._command(prompt, max_tokens), env=self._env, **pipes) as process:
+        endless = ("-o", "logit_bias", json.dumps(dict.fromkeys(_ENDS, -100)))  # it takes a while to leave
+        with subprocess.Popen(self._command(prompt, max_tokens, *endless), env=self._env, **pipes) as process:
             try:
                 assert process.stdout is not None
                 assert process.stderr is not None

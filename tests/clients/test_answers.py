@@ -127,5 +127,6 @@ def test_a_full_queue_is_tried_again_and_a_deadline_is_not(served: Served, clien
             until(lambda: served.responses(CHAT).get("429", 0) > before)
         assert asked.result(120)
     before = served.responses(CHAT).get("504", 0)
-    assert failure(patient, extra_headers={"x-request-timeout": "4"}, max_tokens=LONG) == ("InternalServerError", 504)
+    endless = {"extra_body": {"ignore_eos": True}, "max_tokens": LONG}
+    assert failure(patient, extra_headers={"x-request-timeout": "4"}, **endless) == ("InternalServerError", 504)
     assert served.responses(CHAT)["504"] == before + 1
