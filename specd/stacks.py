@@ -34,5 +34,9 @@ def _frames(frame: FrameType) -> list[str]:
 
 
 def _place(frame: FrameType, line: int) -> str:
-    path = os.sep.join(frame.f_code.co_filename.split(os.sep)[-_TAIL:])
-    return f"{path}:{line} {frame.f_code.co_qualname}"
+    return f"{short_path(frame.f_code.co_filename)}:{line} {frame.f_code.co_qualname}"
+
+
+def short_path(path: str) -> str:
+    """The end of a file's name."""
+    return os.sep.join(path.split(os.sep)[-_TAIL:])

@@ -157,6 +157,12 @@ def test_files(served: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert json.loads((tmp_path / "t.json").read_text())["seconds"] == 5.0
     assert served.ctl("dump", "-o", str(tmp_path / "d.json")) == 0
     assert "invariants" in json.loads((tmp_path / "d.json").read_text())
+    assert served.ctl("profile", "--seconds", "0.1", "-o", str(tmp_path / "p.txt")) == 0
+    stack, _, count = (tmp_path / "p.txt").read_text().splitlines()[0].rpartition(" ")
+    assert ";" in stack
+    assert int(count) > 0
+    assert served.ctl("profile", "heap", "--seconds", "0.05") == 0
+    assert served.ctl("profile", "--seconds", "0") == 1
 
 
 def test_selftest(served: Served, capsys: pytest.CaptureFixture[str]) -> None:

@@ -25,6 +25,7 @@ _FAILED, _UNREACHABLE, _UNFINISHED, _FORBIDDEN, _CONFIG = 1, 69, 75, 77, 78
 _CODES = {"forbidden": _FORBIDDEN, "config_error": _CONFIG}
 _LONG_S = 86400.0 + 60.0  # a drain may take a day
 _SELFTEST_S = 600.0
+_PROFILE_S = 60.0  # to gather what was seen
 _PUT_S = 300.0  # others are indexed first
 
 
@@ -191,6 +192,22 @@ def _dump(args: argparse.Namespace, client: Client) -> int:
     return _to_file(args, client.call("GET", "/v1/dump"), "configuration, queues and stacks; no text, no keys")
 
 
+def _profile(args: argparse.Namespace, client: Client) -> int:
+    """A profile of time as collapsed stacks, which flame graph tools read; of memory as a table."""
+    body = {"kind": args.kind, "seconds": args.seconds}
+    found = client.call("POST", "/v1/profile", body, timeout_s=args.seconds + _PROFILE_S)
+    if args.json:
+        text = json.dumps(found)
+    else:
+        text = "\n".join(found["stacks"]) if args.kind == "cpu" else columns(found["lines"])
+    if args.output is None:
+        print(text)
+    else:
+        args.output.write_text(text + "\n", encoding="utf-8")
+        print(f"{args.output}: {args.seconds:g} s of {args.kind}")
+    return 0
+
+
 def _shutdown(args: argparse.Namespace, client: Client) -> int:
     return _show(args, client.call("POST", "/v1/shutdown", {"drain": not args.now, "timeout": args.timeout}))
 
@@ -218,6 +235,7 @@ _VERBS: dict[str, Callable[[argparse.Namespace, Client], int]] = {
     "events": _events,
     "top": _top,
     "trace": _trace,
+    "profile": _profile,
     "dump": _dump,
     "shutdown": _shutdown,
 }

@@ -9,7 +9,7 @@ from typing import TypeAlias
 _Verbs: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 _STATES = ("waiting", "prefilling", "decoding")
-_LOOKING = ("status", "requests", "request", "events", "top", "trace", "dump", "selftest")
+_LOOKING = ("status", "requests", "request", "events", "top", "trace", "dump", "selftest", "profile")
 
 
 def add_verbs(parser: argparse.ArgumentParser) -> None:
@@ -51,7 +51,10 @@ def _add_looking(verbs: _Verbs) -> None:
     trace = verbs.add_parser("trace", help="the stage timeline as Chrome trace JSON (Perfetto, chrome://tracing)")
     trace.add_argument("--seconds", type=float, default=5.0, help="how far back (default 5)")
     dump = verbs.add_parser("dump", help="configuration, queues and stacks as JSON, for bug reports")
-    for verb in (trace, dump):
+    profile = verbs.add_parser("profile", help="where the daemon's Python code spends time, or memory")
+    profile.add_argument("kind", nargs="?", choices=("cpu", "heap"), default="cpu", help="default cpu")
+    profile.add_argument("--seconds", type=float, default=5.0, help="for so long (default 5, at most 300)")
+    for verb in (trace, dump, profile):
         verb.add_argument("-o", "--output", type=Path, metavar="FILE", help="default: standard output")
     verbs.add_parser(
         "selftest", help="built-in prompts with drafts and without: the text must be the same (else exit 1)"

@@ -7,6 +7,7 @@ import reprlib
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from specd import profiling
 from specd.errors import RequestError
 from specd.selfcheck import compare_with_plain
 from specd.server.admin import corpora, views
@@ -16,6 +17,7 @@ from specd.server.admin.peers import Level
 from specd.status import RequestStatus
 
 _MAX_TRACE_S = 3600.0
+_MAX_PROFILE_S = 300.0
 _LEVELS = ("debug", "info", "warning", "error")
 _STATES = ("waiting", "prefilling", "decoding")
 
@@ -36,7 +38,7 @@ class Command:
 
     @property
     def changes(self) -> bool:
-        return self.method != "GET" and self.run is not selftest
+        return self.method != "GET" and self.run not in (selftest, profile)
 
 
 async def status(console: Console, arguments: Arguments) -> Any:
@@ -203,6 +205,13 @@ async def trace(console: Console, arguments: Arguments) -> Any:
     return console.engine.trace(10.0 if seconds is None else seconds)
 
 
+async def profile(console: Console, arguments: Arguments) -> Any:
+    kind = arguments.choice("kind", *profiling.KINDS) or profiling.KINDS[0]
+    seconds = arguments.seconds("seconds", low=0.05, high=_MAX_PROFILE_S)
+    arguments.end()
+    return await profiling.profile(kind, 5.0 if seconds is None else seconds)
+
+
 async def dump(console: Console, arguments: Arguments) -> Any:
     arguments.end()
     return views.dump(console)
@@ -259,6 +268,7 @@ COMMANDS = (
     Command("loglevel", "PUT", "/v1/loglevel", Level.OPERATOR, loglevel),
     Command("kv-flush", "POST", "/v1/kv/flush", Level.OPERATOR, kv_flush),
     Command("selftest", "POST", "/v1/selftest", Level.OPERATOR, selftest),
+    Command("profile", "POST", "/v1/profile", Level.ADMIN, profile),
     Command("dump", "GET", "/v1/dump", Level.ADMIN, dump),
     Command("keys", "GET", "/v1/keys", Level.ADMIN, keys),
     Command("keys-add", "POST", "/v1/keys", Level.ADMIN, keys_add),
