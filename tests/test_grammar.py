@@ -116,9 +116,12 @@ async def test_a_lost_process_is_an_error_once() -> None:
     async with grammars() as made:
         await made.prepare(Grammar("regex", "a+"))
         assert made._worker is not None
+        os.killpg(made._worker.pid, signal.SIGSTOP)  # so that it is lost while it compiles
+        task = asyncio.create_task(made.prepare(Grammar("regex", "b+")))
+        await asyncio.sleep(0.1)
         os.killpg(made._worker.pid, signal.SIGKILL)
         with pytest.raises(EngineError, match="ended"):
-            await made.prepare(Grammar("regex", "b+"))
+            await task
         await made.prepare(Grammar("regex", "b+"))
 
 
