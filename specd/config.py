@@ -331,8 +331,8 @@ class AdminConfig:
     )
     operator_group: str = option(
         "",
-        "Group (name or gid) whose members may do everything but dump, keys and shutdown; the socket file is given to "
-        "it at start. Everybody else who can open the socket may look.",
+        "Group (name or gid) whose members may do everything but corpora, dump, keys, profile and shutdown; the socket "
+        "file is given to it at start. Everybody else who can open the socket may look.",
         reloadable=True,
     )
 

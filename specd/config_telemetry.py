@@ -9,7 +9,7 @@ from specd.config_options import check_endpoint, check_service_name, option
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TelemetryConfig:
-    """OpenTelemetry spans of requests; needs `pip install 'specd[otel]'`."""
+    """OpenTelemetry spans of requests; needs the extra `otel`."""
 
     enabled: bool = option(False, "Whether spans are made and sent: times, counts and settings, never any text.")
     endpoint: str = option(

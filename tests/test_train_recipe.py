@@ -148,5 +148,5 @@ def test_without_matplotlib_one_line_says_so(
     assert not draw(tmp_path)
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1
-    assert "No module named 'matplotlib.figure'; pip install 'specd[train]'" in lines[0]
+    assert "No module named 'matplotlib.figure'; specd's extra 'train'" in lines[0]
     assert not (tmp_path / "log.png").exists()

@@ -58,7 +58,7 @@ def describe(error: BaseException) -> tuple[int, dict[str, object], dict[str, st
             headers = {"Retry-After": str(error.retry_after_s), "x-should-retry": "true"}
             return 429, error_body(message or "The queue is full.", kind="rate_limit_error", code=error.code), headers
         case DrainingError():
-            text = "The server is shutting down."
+            text = "The server is draining: it accepts no new requests."
             return 503, error_body(text, kind="server_error", code=error.code), {"Retry-After": "2"}
         case QueueTimeoutError():
             return 503, error_body(message, kind="server_error", code=error.code), {"x-should-retry": "true"}

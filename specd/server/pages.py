@@ -30,7 +30,7 @@ from specd.text import Tokenizer
 
 _NOT_READY = {
     EngineState.LOADING: ("loading", "The model is being loaded."),
-    EngineState.DRAINING: ("draining", "The server is shutting down."),
+    EngineState.DRAINING: ("draining", "The server is draining: it accepts no new requests."),
     EngineState.FAILED: ("engine_failed", "The engine has failed."),
     EngineState.STOPPED: ("draining", "The server is shutting down."),
 }

@@ -142,7 +142,8 @@ def _module() -> Any:
     try:
         return importlib.import_module("specd.server.telemetry")
     except ImportError as error:
-        raise ConfigError(f"telemetry.enabled needs OpenTelemetry ({error}): pip install 'specd[otel]'") from error
+        text = f"telemetry.enabled needs OpenTelemetry ({error}): install specd with its extra 'otel'"
+        raise ConfigError(text) from error
 
 
 def request_spans(record: RequestRecord, request_id: str, status: int) -> RequestSpans:

@@ -1,4 +1,4 @@
-"""A run's curves beside its log: `log.png` from `log.jsonl`. Needs matplotlib (`pip install specd[train]`)."""
+"""A run's curves beside its log: `log.png` from `log.jsonl`. Needs matplotlib, of the extra `train`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def draw(folder: Path) -> bool:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        _say_once(f"no curves are drawn: {error}; pip install 'specd[train]' brings matplotlib")
+        _say_once(f"no curves are drawn: {error}; specd's extra 'train' brings matplotlib")
         return False
     steps, looks = read_log(folder / "log.jsonl")
     figure = Figure(figsize=(10, 4), layout="constrained")

@@ -157,7 +157,8 @@ class _Desk:
             line = orjson.dumps(event)
             await response.write(b"data: " + line + b"\n\n" if sse else line + b"\n")
 
-        await self._follow(interval_s, send)
+        with contextlib.suppress(ConnectionError):  # the caller has left
+            await self._follow(interval_s, send)
         return response
 
     async def _follow(self, interval_s: float, send: Callable[[Mapping[str, Any]], Awaitable[None]]) -> None:
