@@ -230,7 +230,7 @@ def test_the_sdk_is_wanted_only_when_it_is_on(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.delitem(sys.modules, "specd.server.telemetry")
     monkeypatch.setitem(sys.modules, "opentelemetry", None)
     check_telemetry(TelemetryConfig())
-    with pytest.raises(ConfigError, match=r"telemetry\.enabled needs OpenTelemetry .* 'extra 'otel''"):
+    with pytest.raises(ConfigError, match=r"telemetry\.enabled needs OpenTelemetry .* extra 'otel'"):
         check_telemetry(TelemetryConfig(enabled=True))
 
 
