@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import codecs
 import enum
+import functools
 from collections import deque
 from collections.abc import Collection
 from typing import Protocol
@@ -92,16 +93,8 @@ class StopMatcher:
     """
 
     def __init__(self, stops: tuple[str, ...], include: bool = False) -> None:
-        if "" in stops:
-            raise ValueError("a stop string must not be empty")
         self._include = include
-        self._next: list[dict[str, int]] = [{}]
-        self._fail: list[int] = [0]
-        self._depth: list[int] = [0]
-        self._stop: list[str | None] = [None]  # longest stop string that ends in this state
-        for stop in stops:
-            self._add(stop)
-        self._link()
+        self._automaton = _automaton(stops)
         self._state = 0
         self._held = ""
         self.matched: str | None = None
@@ -110,17 +103,15 @@ class StopMatcher:
         """(text that is safe to release, the stop string this text completed or None)."""
         if self.matched is not None:
             return "", None
-        state = self._state
+        state, automaton = self._state, self._automaton
         for index, character in enumerate(text):
-            while state and character not in self._next[state]:
-                state = self._fail[state]
-            state = self._next[state].get(character, 0)
-            stop = self._stop[state]
+            state = automaton.step(state, character)
+            stop = automaton.stop[state]
             if stop is not None:
                 return self._finish(self._held + text[: index + 1], stop)
         self._state = state
         whole = self._held + text
-        cut = len(whole) - self._depth[state]
+        cut = len(whole) - automaton.depth[state]
         self._held = whole[cut:]
         return whole[:cut], None
 
@@ -133,6 +124,26 @@ class StopMatcher:
         self.matched, self._held, self._state = stop, "", 0
         return (whole if self._include else whole[: -len(stop)]), stop
 
+
+class _Automaton:
+    """Of some stop strings; it has a state for each of their characters. Not changed once it is made."""
+
+    def __init__(self, stops: tuple[str, ...]) -> None:
+        if "" in stops:
+            raise ValueError("a stop string must not be empty")
+        self._next: list[dict[str, int]] = [{}]
+        self._fail: list[int] = [0]
+        self.depth: list[int] = [0]
+        self.stop: list[str | None] = [None]  # longest stop string that ends in this state
+        for stop in stops:
+            self._add(stop)
+        self._link()
+
+    def step(self, state: int, character: str) -> int:
+        while state and character not in self._next[state]:
+            state = self._fail[state]
+        return self._next[state].get(character, 0)
+
     def _add(self, stop: str) -> None:
         state = 0
         for character in stop:
@@ -142,10 +153,10 @@ class StopMatcher:
                 self._next[state][character] = target
                 self._next.append({})
                 self._fail.append(0)
-                self._depth.append(self._depth[state] + 1)
-                self._stop.append(None)
+                self.depth.append(self.depth[state] + 1)
+                self.stop.append(None)
             state = target
-        self._stop[state] = stop
+        self.stop[state] = stop
 
     def _link(self) -> None:
         """Failure links, breadth first: the longest proper suffix of a state that is a state too."""
@@ -158,5 +169,11 @@ class StopMatcher:
                 while fail and character not in self._next[fail]:
                     fail = self._fail[fail]
                 self._fail[target] = self._next[fail].get(character, 0)
-                if self._stop[target] is None:
-                    self._stop[target] = self._stop[self._fail[target]]
+                if self.stop[target] is None:
+                    self.stop[target] = self.stop[self._fail[target]]
+
+
+@functools.lru_cache(maxsize=16)
+def _automaton(stops: tuple[str, ...]) -> _Automaton:
+    """One for all choices of a request: long ones have a megabyte."""
+    return _Automaton(stops)

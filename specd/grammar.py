@@ -46,6 +46,8 @@ Words = npt.NDArray[np.int32]  # [R, ceil(V / 32)] packed masks, see `specd.tens
 log = get_logger(__name__)
 
 _CACHE_BYTES = 256 << 20
+# What a grammar holds, by measurement: the process that compiles it first sees no growth within memory it has already.
+_LEAST_BYTES, _BYTES_A_CHARACTER = 32 << 10, 40
 _MAX_WAITING = 64  # grammars to compile; each takes 2 s of one core at most
 _MAX_REFUSED = 64  # of at most 64 KiB each
 _QUICK_S = 0.004  # of processor time for what is asked between two steps
@@ -59,10 +61,17 @@ class GrammarMatcher:
     def __init__(self, start: LLMatcher, eos_ids: tuple[int, ...]) -> None:
         self._start = start
         self._eos_ids = eos_ids
-        self._matcher = start.deep_copy()
+        self._copy: LLMatcher | None = None
         self._consumed: list[int] = []
         self._quick = True
         self.failure: SpecdError | None = None  # why there are no masks any more
+
+    @property
+    def _matcher(self) -> LLMatcher:
+        """Its own, from the first time that it is asked: that is in the mask stage, where nobody waits for the copy."""
+        if self._copy is None:
+            self._copy = self._start.deep_copy()
+        return self._copy
 
     def fill(self, drafts: list[int], words: Words) -> None:
         """The masks of a block: what may follow the root, then what may follow each draft.
@@ -86,9 +95,14 @@ class GrammarMatcher:
             self._restore()
 
     def advance(self, token: int) -> None:
-        """One more token of the output, not an EOS. GrammarError when the grammar does not allow it."""
-        if not self._matcher.consume_token(token):
-            raise GrammarError(f"the grammar does not allow the token {token} here: {self._matcher.get_error()}")
+        """One more token of the output, not an EOS. GrammarError when the grammar does not allow it.
+
+        One that takes the matcher beyond a limit is allowed: the next mask ends the sequence.
+        """
+        from specd.guidance import error_of, too_complex
+
+        if not self._matcher.consume_token(token) and not too_complex(error := error_of(self._matcher)):
+            raise GrammarError(f"the grammar does not allow the token {token} here: {error}")
         self._consumed.append(token)
 
     def forced(self) -> list[int]:
@@ -132,8 +146,8 @@ class GrammarMatcher:
             self._restore()
 
     def _restore(self) -> None:
-        self._matcher = self._start.deep_copy()
-        self._matcher.consume_tokens(self._consumed)
+        self._copy = self._start.deep_copy()
+        self._copy.consume_tokens(self._consumed)
 
 
 def _allows(row: Words, token: int) -> bool:
@@ -243,7 +257,7 @@ class Grammars:
 
         assert self._trie is not None
         compiled = await asyncio.to_thread(compile_matcher, self._trie, grammar.kind, grammar.text)
-        size = max(int(answer["bytes"]), len(grammar.text))
+        size = max(int(answer["bytes"]), _LEAST_BYTES + _BYTES_A_CHARACTER * len(grammar.text))
         self._cache[grammar] = compiled, size
         self._cached_bytes += size
         while self._cached_bytes > _CACHE_BYTES and len(self._cache) > 1:

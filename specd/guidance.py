@@ -123,7 +123,9 @@ def _source(kind: GrammarKind, text: str) -> str:
 
 def too_complex(message: str) -> bool:
     """Whether an error of llguidance is about a limit (its wording of 1.9), and not about what is unknown or wrong."""
-    return any(words in message for words in ("too big", "too large", "oo many", "fuel exhausted", "too complex"))
+    return any(
+        words in message for words in ("too big", "too large", "oo many", "fuel exhausted", "too complex", "; max is ")
+    )
 
 
 def vocabulary_line(tokens: Sequence[bytes], special: Sequence[int], eos: Sequence[int]) -> bytes:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import itertools
 import json
 from collections.abc import Collection
 
@@ -252,7 +253,12 @@ class HermesParser:
         return self._take()
 
     def _take(self) -> list[Event]:
-        events, self._events = self._events, []
+        """Text that follows text as one."""
+        found, self._events = self._events, []
+        events: list[Event] = []
+        for is_text, run in itertools.groupby(found, lambda event: isinstance(event, Text)):
+            part = list(run)
+            events += [Text("".join(event.text for event in part if isinstance(event, Text)))] if is_text else part
         return events
 
     def _read(self, text: str) -> None:
@@ -287,12 +293,18 @@ class HermesParser:
                 self._matched = 0
                 self._call = _Call(self._names, eager=self._eager)
             return position + 1
-        start = -1 if self.num_complete == self._most else chunk.find(BEGIN[0], position)
-        self._plain(chunk[position:] if start < 0 else chunk[position:start])
-        if start < 0:
+        if self.num_complete == self._most:
+            self._plain(chunk[position:])
             return len(chunk)
-        self._matched = 1
-        return start + 1
+        start = chunk.find(BEGIN, position)
+        if start >= 0:
+            self._plain(chunk[position:start])
+            self._call = _Call(self._names, eager=self._eager)
+            return start + len(BEGIN)
+        longest = min(len(BEGIN) - 1, len(chunk) - position)
+        self._matched = next((n for n in range(longest, 0, -1) if chunk.endswith(BEGIN[:n])), 0)
+        self._plain(chunk[position : len(chunk) - self._matched])
+        return len(chunk)
 
     def _give_up(self, call: _Call) -> str:
         """The characters of a failed call that are to be read as text."""
@@ -328,8 +340,5 @@ class HermesParser:
         self._after_call = False
 
     def _text(self, text: str) -> None:
-        last = self._events[-1] if self._events else None
-        if isinstance(last, Text):
-            self._events[-1] = Text(last.text + text)
-        elif text:
+        if text:
             self._events.append(Text(text))

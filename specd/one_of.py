@@ -7,6 +7,7 @@ a property that one branch requires and whose values differ. What neither proves
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -15,15 +16,23 @@ _TYPES = frozenset({"null", "boolean", "string", "array", "object", "integer", "
 _NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")  # names -> schemas
 _DATA = ("const", "enum", "default", "examples")
 _MAX_COMPARISONS = 10_000  # of two schemas, in all; 20 ms
+_WIDTH = 32  # entries of two schemas that take as long to look at as another comparison
 _MAX_DEPTH = 8  # references and properties that one comparison follows
 
 
-def settled(text: str) -> str:
+@dataclasses.dataclass(slots=True)
+class Effort:
+    """What may still be done for the proofs of one request, however many schemas it has."""
+
+    left: int = _MAX_COMPARISONS
+
+
+def settled(text: str, effort: Effort | None = None) -> str:
     """The schema with `anyOf` for every `oneOf` whose branches are proved to exclude each other."""
     root = json.loads(text)
     if '"oneOf"' not in text or text.count('"$id"') > (isinstance(root, dict) and "$id" in root):
         return text  # an $id inside gives references another meaning
-    prover = _Prover(root)
+    prover = _Prover(root, effort or Effort())
     for holder, _ in list(_holders(root, "$", named=False)):
         branches = holder["oneOf"]
         if all(prover.excludes(a, b) for i, a in enumerate(branches) for b in branches[:i]):
@@ -60,13 +69,14 @@ def _holders(node: Any, path: str, *, named: bool) -> Iterator[tuple[dict[str, A
 class _Prover:
     """Whether two schemas of one document share no value. Says no when it does not know."""
 
-    def __init__(self, root: Any) -> None:
+    def __init__(self, root: Any, effort: Effort) -> None:
         self._root = root
-        self._left = _MAX_COMPARISONS
+        self._effort = effort
+        self._values: dict[int, frozenset[str] | None] = {}  # by id of the schema, which `root` keeps alive
 
     def excludes(self, a: Any, b: Any, depth: int = _MAX_DEPTH) -> bool:
-        self._left -= 1
-        if self._left < 0 or depth == 0:
+        self._effort.left -= 1 + (_width(a) + _width(b)) // _WIDTH
+        if self._effort.left < 0 or depth == 0:
             return False
         if a is False or b is False:
             return True
@@ -90,7 +100,7 @@ class _Prover:
         types = _types(a) & _types(b)
         if not types:
             return True
-        values, others = _values(a), _values(b)
+        values, others = self._values_of(a), self._values_of(b)
         if values is not None and others is not None and not values & others:
             return True
         ours, theirs = a.get("properties"), b.get("properties")
@@ -98,6 +108,11 @@ class _Prover:
             return False
         required = {name for name in (*_list(a, "required"), *_list(b, "required")) if isinstance(name, str)}
         return any(self.excludes(ours[p], theirs[p], depth - 1) for p in ours if p in theirs and p in required)
+
+    def _values_of(self, schema: dict[str, Any]) -> frozenset[str] | None:
+        if id(schema) not in self._values:
+            self._values[id(schema)] = _values(schema)
+        return self._values[id(schema)]
 
     def _resolve(self, pointer: Any) -> Any:
         """What a reference into this document means; True, which excludes nothing, where it cannot be followed."""
@@ -110,6 +125,13 @@ class _Prover:
                 return True
             node = node[name]
         return node if pointer in ("#", "") or pointer.startswith("#/") else True
+
+
+def _width(schema: Any) -> int:
+    """Entries of a schema and of what stands right in it."""
+    if not isinstance(schema, dict):
+        return 0
+    return len(schema) + sum(len(item) for item in schema.values() if isinstance(item, list | dict))
 
 
 def _list(schema: dict[str, Any], name: str) -> list[Any]:

@@ -14,7 +14,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from specd import cli
-from specd.bench.client import Sample
+from specd.bench.client import Sample, _Stream
 from specd.bench.load import Load, describe, num_requests, run_load
 from specd.bench.prompts import SETS, built_in, read_prompts
 from specd.bench.report import compare, percentile, render, summarise
@@ -221,3 +221,13 @@ async def test_the_command_writes_json(tmp_path: Path, capsys: pytest.CaptureFix
 
 def test_keys_stay_out_of_the_command_line() -> None:
     assert _without_key(["specd", "--api-key", "k", "--api-key=k"]) == ["specd", "--api-key", "...", "--api-key=..."]
+
+
+def test_thinking_is_text_too() -> None:
+    """A model that thinks has said something before its answer begins."""
+    stream = _Stream(0.0)
+    for name in ("reasoning_content", "reasoning", "content", "refusal"):
+        assert stream._event({"choices": [{"delta": {"role": "assistant", name: name}}]}) is None
+    sample = stream.sample("auto", None, late_s=0.0)
+    assert len(sample.arrivals) == 3
+    assert sample.text == "reasoning_contentreasoningcontent"

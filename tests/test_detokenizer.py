@@ -155,3 +155,14 @@ def test_released_text_never_has_to_be_taken_back(stops: tuple[str, ...], pieces
             return
         held = max((n for n in range(len(seen) + 1) for s in stops if n < len(s) and seen.endswith(s[:n])), default=0)
         assert released == seen[: len(seen) - held]
+
+
+def test_choices_share_what_their_stop_strings_cost() -> None:
+    """A thousand choices with a kilobyte of stop strings each took seconds of the event loop, and a gigabyte."""
+    stops = ("x" * 1000, "y" * 1000)
+    first, second = StopMatcher(stops), StopMatcher(("x" * 1000, "y" * 1000), include=True)
+    assert first._automaton is second._automaton
+    assert first.push("x" * 999) == ("", None)
+    assert second.push("x") == ("", None)
+    assert second.flush() == "x"
+    assert first.push("x") == ("", stops[0])

@@ -134,6 +134,8 @@ async def test_the_cache_is_bounded_by_bytes_and_forgets_the_oldest(monkeypatch:
 
     monkeypatch.setattr(Grammars, "_try_out", answer)
     monkeypatch.setattr(module, "_CACHE_BYTES", 100)
+    monkeypatch.setattr(module, "_LEAST_BYTES", 0)
+    monkeypatch.setattr(module, "_BYTES_A_CHARACTER", 1)
     made = make()
     for text in ("a", "b", "a", "c", "a", "b"):
         await made.prepare(Grammar("regex", text, param=f"field {len(compiled)}"))
@@ -141,6 +143,18 @@ async def test_the_cache_is_bounded_by_bytes_and_forgets_the_oldest(monkeypatch:
     made.matcher(Grammar("regex", "a"))
     with pytest.raises(EngineError, match="not prepared"):
         made.matcher(Grammar("regex", "c"))
+
+
+async def test_small_grammars_count_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process that compiled it first may see no growth at all: millions of them would have filled the memory."""
+
+    async def answer(self: Grammars, grammar: Grammar) -> dict[str, Any]:
+        return {"error": None, "bytes": 0}
+
+    monkeypatch.setattr(Grammars, "_try_out", answer)
+    made = make()
+    await made.prepare(Grammar("regex", "a{3}"))
+    assert made._cached_bytes > 30_000
 
 
 async def test_a_model_without_an_end_takes_no_grammar() -> None:
@@ -295,6 +309,39 @@ def test_a_matcher_that_gives_up_among_the_drafts_goes_on_without_them(world: Wo
     assert world.masks(matcher, tokens[3:]) == [set(), set()]
     assert isinstance(matcher.failure, GrammarError)
     assert "too many items" in str(matcher.failure)
+
+
+def test_a_token_that_leads_beyond_a_limit_is_the_last_one(world: World) -> None:
+    """It is allowed, and stays: the client's grammar is at fault for what comes next, not the server."""
+    schema = {"type": "object", "properties": {f"prop{i}": {"type": "string"} for i in range(900)}}
+    matcher = world.matcher("json_schema", json.dumps(schema | {"additionalProperties": False}))
+    for token in world.ids('{"prop1'):
+        assert token in world.masks(matcher, [])[0]
+        matcher.advance(token)
+        if matcher._matcher.is_error():
+            break
+    assert world.masks(matcher, []) == [set()]
+    assert isinstance(matcher.failure, GrammarError)
+    assert "too complex" in str(matcher.failure)
+    with pytest.raises(GrammarError, match="does not allow"):
+        world.matcher("regex", "a").advance(world.ids("b")[0])
+
+
+def test_a_matcher_is_copied_when_it_is_used_first(world: World) -> None:
+    """A thousand choices that wait would cost a thousand copies, of the event loop's time."""
+    copies: list[None] = []
+
+    class Start:
+        def deep_copy(self) -> Any:
+            copies.append(None)
+            return real.deep_copy()
+
+    real, start = compile_matcher(world.trie, "regex", "[a-z]{9}"), Start()
+    matcher = GrammarMatcher(start, world.tokenizer.eos_ids)  # type: ignore[arg-type]
+    assert not copies
+    assert world.masks(matcher, [])[0]
+    matcher.advance(world.ids("a")[0])
+    assert len(copies) == 1
 
 
 @pytest.mark.parametrize("kind", KINDS)

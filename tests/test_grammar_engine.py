@@ -241,6 +241,22 @@ async def test_a_request_that_nothing_is_left_for_fails_alone(draft: str) -> Non
     assert results["free"].reason is FinishReason.LENGTH
 
 
+async def test_drafts_do_not_see_further_than_the_text_goes() -> None:
+    """Behind the stop string, and behind "yes", nothing is left: a draft that gets there must not end what was."""
+    only = (*ids("yes"), EOS)
+    requests = [
+        ask(
+            "stop", LONG, grammar=Grammar("regex", "abc"), allowed_token_ids=ids("abc"), stop=("bc",), ignore_eos=False
+        ),
+        bounded("choice", 0.0, allowed_token_ids=only, min_tokens=5),
+    ]
+    plain, drafted = await outcomes("none", requests), await outcomes("ngram", requests)
+    assert plain["stop"].outcome == ([*ids("abc")], "a", FinishReason.STOP, "bc")
+    assert plain["choice 0.0"].tokens == [*ids("yes")]
+    for name, result in drafted.items():
+        assert result.outcome == plain[name].outcome, name
+
+
 async def test_a_matcher_that_breaks_fails_its_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     fill = GrammarMatcher.fill
 

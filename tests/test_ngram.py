@@ -135,3 +135,16 @@ def test_another_text_is_found_by_a_scan_too(text: list[int], tail: list[int], s
 def test_the_source_is_named() -> None:
     made: Proposer = proposer([])
     assert made.source is DraftSource.NGRAM
+
+
+def test_a_long_prompt_is_indexed_over_several_proposals() -> None:
+    """The event loop waits for each: 100,000 tokens at once took it a third of a second."""
+    text = [*range(30_000), 7, 8, 9]
+    guesser = proposer(text, min_n=2, max_n=5)
+    sizes = []
+    for _ in range(12):
+        found = guesser.propose(2)
+        sizes.append(len(guesser._own._ends))
+    assert max(late - early for early, late in zip([0, *sizes], sizes, strict=False)) <= 4 * 4096
+    assert sizes[-1] == sizes[-2] > 4 * 29_000
+    assert found == [10, 11]

@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from specd import one_of
 from specd.grammar import Grammars
 from specd.guidance import compile_matcher
-from specd.one_of import settled
+from specd.one_of import Effort, settled
 from tests.engines import EOS, tokenizer
 
 
@@ -119,3 +120,18 @@ def test_what_is_settled_shares_no_value(a: Any, b: Any, definition: Any, values
     judges = [jsonschema.Draft7Validator({"definitions": {}, "$defs": defs, "allOf": [part]}) for part in (a, b)]
     for value in (*values, None, True, 0, 1.5, "a", [], {}, {"p": 1}, {"p": "a", "q": "b"}):
         assert not all(judge.is_valid(value) for judge in judges)
+
+
+def test_proofs_cost_what_they_look_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wide branch is looked at once, and wide ones use up what may be done sooner."""
+    seen: list[Any] = []
+    plain = one_of._plain
+    monkeypatch.setattr(one_of, "_plain", lambda value: seen.append(value) or plain(value))
+    wide = {"enum": list(range(5000))}
+    assert "oneOf" not in settled(json.dumps({"oneOf": [wide, *({"const": 9000 + i} for i in range(50))]}))
+    assert len(seen) <= 5000 + 50
+    names = [f"p{i}" for i in range(2000)]
+    wide_ones = [{**kind(str(i)), "required": [*names, "kind"]} for i in range(60)]
+    effort = Effort()
+    assert "oneOf" in settled(json.dumps({"oneOf": wide_ones}), effort)
+    assert effort.left < 0

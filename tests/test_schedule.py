@@ -315,6 +315,31 @@ def test_chunks_of_a_prompt_that_failed_in_the_end_are_not_found() -> None:
     world.run()
 
 
+def test_a_row_that_fails_with_drafts_is_computed_again_without_them() -> None:
+    """What fails may stand behind the end of the text, which a step with drafts would never get to tell."""
+    world = World()
+    world.accuracy = 1.0
+    (sequence,) = world.add(PROMPT[:5], max_tokens=30, guesses=True)
+    while world.scheduled is None or not world.scheduled.rows[0].num_drafts:
+        world.step()
+    world.step(Faults(nan=1.0))
+    assert world.scheduled is not None
+    assert [row.num_drafts for row in world.scheduled.rows] == [0]
+    world.run()
+    assert sequence.tokens[sequence.num_prompt :] == world.expected(sequence)
+
+
+def test_a_row_that_fails_without_drafts_too_has_failed() -> None:
+    world = World()
+    (sequence,) = world.add(PROMPT[:5], max_tokens=30, guesses=True)
+    while world.scheduled is None or not world.scheduled.rows[0].num_drafts:
+        world.step()
+    world.step(Faults(nan=1.0))
+    world.step(Faults(nan=1.0))
+    assert isinstance(world.deltas[id(sequence)][-1].error, EngineError)
+    world.run()
+
+
 def test_short_prompts_have_nothing_to_share_and_do_not_wait() -> None:
     world = World(page_size=4, length=0)
     world.add(PROMPT[:4], n=3)

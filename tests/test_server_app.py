@@ -7,6 +7,7 @@ import dataclasses
 import gzip
 from typing import Any
 
+import orjson
 import pytest
 
 from specd.request import TokenLogprob
@@ -109,6 +110,21 @@ async def test_http_errors_are_json() -> None:
         reply = await client.post("/v1/completions", packed, headers={"Content-Encoding": "gzip"})
         assert (reply.status, reply.error["code"]) == (415, "unsupported_encoding")
         assert (await client.complete()).status == 200
+
+
+@pytest.mark.parametrize("name", ["x-request-timeout", "x-specd-speculation", "x-specd-strict"])
+async def test_a_header_that_is_no_text_is_refused_with_its_bytes(name: str) -> None:
+    async with serve(FakeEngine()) as client:
+        host, port = client.url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        body = orjson.dumps(PROMPT)
+        head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nConnection: close\r\n"
+        writer.write(head.encode() + name.encode() + b": \xff\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        status, _, rest = (await reader.read()).partition(b"\r\n")
+        writer.close()
+    assert status.split()[1] == b"400"
+    assert name in orjson.loads(rest.partition(b"\r\n\r\n")[2])["error"]["message"]
+    assert b"udcff" in rest
 
 
 async def test_request_ids() -> None:

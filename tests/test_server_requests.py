@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from specd.config import Config, SamplingConfig
 from tests.fake_engine import FakeEngine, Script, byte_tokenizer
 from tests.http_server import PROMPT, serve
@@ -251,3 +253,14 @@ async def test_unknown_fields_and_strict() -> None:
         assert reply.status == 200
         assert "x-specd-ignored-fields" not in reply.headers
         assert "specd_ignored_fields_total 3.0" in (await client.get("/metrics")).raw.decode()
+
+
+@pytest.mark.parametrize(("name", "value"), [("x-specd-strict", "true"), ("x-request-timeout", "1_0")])
+async def test_headers_that_say_nothing_known_are_refused(name: str, value: str) -> None:
+    paths = ["/v1/completions"] + ["/tokenize"] * (name == "x-specd-strict")
+    async with serve(FakeEngine()) as client:
+        for path in paths:
+            body = PROMPT if path == "/v1/completions" else {"prompt": "x"}
+            reply = await client.post(path, body, headers={name: value})
+            assert (reply.status, reply.error["code"], reply.error["param"]) == (400, "out_of_range", name)
+            assert f'"{value}"' in reply.error["message"]

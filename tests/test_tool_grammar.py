@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import functools
 import json
+import threading
 from typing import Any
 
 import pytest
 from llguidance import LLTokenizer
 
+from specd import one_of
 from specd.guidance import build_tokenizer, compile_matcher
 from specd.server.fields import Endpoint, read_fields
 from specd.server.tool_grammar import output_grammar
+from tests.fake_engine import FakeEngine
+from tests.http_server import HELLO, serve
 from tests.test_hermes import call, parse
 from tests.test_one_of import TREE
 
@@ -136,3 +140,41 @@ def test_one_of_that_calls_itself_is_proved_as_in_response_format() -> None:
     said = written("f", '{"t": {"kind": "a", "child": {"kind": "b"}}}')
     assert allowed(fields, said)
     assert not allowed(fields, said.replace('"b"', '"c"'))
+
+
+MANY = [
+    tool(f"f{i}", parameters={"properties": {"a": {"oneOf": [{"const": j} for j in range(100)]}}}) for i in range(9)
+]
+
+
+def test_the_proofs_of_all_tools_are_limited_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of these takes 5,000 comparisons: 128 such tools took seconds."""
+    compared: list[None] = []
+    plainly = one_of._Prover._plainly
+
+    def counting(self: one_of._Prover, *args: Any) -> bool:
+        compared.append(None)
+        return plainly(self, *args)
+
+    monkeypatch.setattr(one_of._Prover, "_plainly", counting)
+    grammar = output_grammar(read_fields({"tools": MANY, "tool_choice": "required"}, Endpoint.CHAT)[0])
+    assert grammar is not None
+    assert 9_000 < len(compared) <= 10_000
+    assert '"oneOf"' in grammar.text, "what was not proved stays as it is: it is refused where it is compiled"
+
+
+async def test_the_event_loop_does_not_wait_for_a_grammar_of_tools(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[threading.Thread] = []
+
+    def made(values: Any) -> Any:
+        threads.append(threading.current_thread())
+        return output_grammar(values)
+
+    monkeypatch.setattr("specd.server.generation.output_grammar", made)
+    engine = FakeEngine(max_len=4096)
+    async with serve(engine) as client:
+        body = {**HELLO, "tools": [F], "tool_choice": "required", "max_tokens": 1}
+        assert (await client.post("/v1/chat/completions", body)).status == 200
+    assert len(threads) == 1, "once a request"
+    assert threads[0] is not threading.main_thread()
+    assert engine.requests_seen[0].sampling.grammar == output_grammar(read_fields(body, Endpoint.CHAT)[0])

@@ -294,6 +294,10 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": TOOLS, "tool_choice": "required", "ignore_eos": True}, "invalid_value", "ignore_eos"),
     ({"tools": TOOLS, "structured_outputs": {"regex": "a+"}}, "invalid_value", "structured_outputs.regex"),
     (calls({"name": "f", "arguments": "[1]"}), "out_of_range", "messages[0].tool_calls[0].function.arguments"),
+    *[
+        (calls({"name": "f", "arguments": text}), "out_of_range", "messages[0].tool_calls[0].function.arguments")
+        for text in ('{"a":"\\ud800"}', '{"a":NaN}', '{"a":1e999}')
+    ],
     (calls({"name": "f", "arguments": {}}), "invalid_type", "messages[0].tool_calls[0].function.arguments"),
     (calls({"arguments": "{}"}), "missing_parameter", "messages[0].tool_calls[0].function.name"),
     (calls({"name": "f"}, type="custom"), "unsupported_parameter", "messages[0].tool_calls[0].type"),

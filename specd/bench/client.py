@@ -19,6 +19,7 @@ from specd.bench.prompts import Messages
 from specd.errors import SpecdError
 
 UNFINISHED = "unfinished"
+_TEXTS = ("reasoning_content", "reasoning", "content")  # of a delta: what it thinks is text that a user waits for, too
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -170,7 +171,8 @@ class _Stream:
             code = error.get("code") if isinstance(error, dict) else None
             text = str((isinstance(error, dict) and error.get("message")) or error)
             return Failure(f"stream.{code}" if code else "stream", text)
-        text = "".join(choice.get("delta", {}).get("content") or "" for choice in event.get("choices") or ())
+        deltas = [choice.get("delta", {}) for choice in event.get("choices") or ()]
+        text = "".join(delta.get(name) or "" for delta in deltas for name in _TEXTS)
         if text:
             self._arrivals.append(time.perf_counter() - self._start)
             self._pieces.append(text)

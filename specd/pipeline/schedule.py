@@ -111,6 +111,10 @@ class Scheduler:
             return failure(sequence, report)
         sequence.prompt_logprobs += report.prompt_logprobs
         delta = None
+        if row.emits and report.failed and report.num_drafts:
+            # What stands before the place that failed is good, and may end the text: it is computed again, plainly.
+            sequence.max_draft, sequence.carry_valid = 0, False
+            return None
         if row.emits:
             delta = commit(sequence, report, source=row.source, step=step, num_predicted=row.num_predicted)
             self.counters.committed(delta, row.source, report.num_drafts)

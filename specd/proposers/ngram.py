@@ -11,9 +11,14 @@ from collections.abc import Sequence
 from specd.corpora import Tally
 from specd.step import DraftSource
 
+_AT_ONCE = 4096  # tokens that one look-up indexes: 10 ms, of the event loop's
+
 
 class NgramIndex:
-    """Tokens of one text and, for each n-gram of min_n..max_n tokens, where it last ended *before* the end."""
+    """Tokens of one text and, for each n-gram of min_n..max_n tokens, where it last ended *before* the end.
+
+    A long prompt is indexed over several look-ups, from its beginning: until then they find less.
+    """
 
     def __init__(self, *, min_n: int, max_n: int) -> None:
         self.min_n = min_n
@@ -38,6 +43,7 @@ class NgramIndex:
         return None
 
     def _index_to(self, stop: int) -> None:
+        stop = min(stop, self._indexed + _AT_ONCE)
         for end in range(self._indexed + 1, stop + 1):
             for n in range(self.min_n, min(self.max_n, end) + 1):
                 self._ends[tuple(self.tokens[end - n : end])] = end

@@ -361,16 +361,18 @@ def _banned(asking: Emitting, blocks: _Blocks, up: _Uploader) -> BannedSequences
 
 
 def _min_tokens(waiting: Emitting, blocks: _Blocks, up: _Uploader) -> MinTokens | None:
-    entries = [
-        (r, token, state.params.min_tokens - state.num_output)
-        for row, state in waiting
-        for token in {*state.eos_ids, *state.params.stop_token_ids}
-        for r in blocks.rows(row)
-    ]
-    if not entries:
+    rows: list[I64] = []
+    ids: list[I64] = []
+    remaining: list[I64] = []
+    for row, state in waiting:
+        ends = np.unique(np.asarray((*state.eos_ids, *state.params.stop_token_ids), np.int64))
+        own = np.asarray(blocks.rows(row), np.int64)
+        rows.append(np.repeat(own, len(ends)))
+        ids.append(np.tile(ends, len(own)))
+        remaining.append(np.full(len(own) * len(ends), state.params.min_tokens - state.num_output, np.int64))
+    if not sum(map(len, ids)):
         return None
-    rows, ids, remaining = zip(*entries, strict=True)
-    return MinTokens(rows=up.ints(rows), ids=up.ints(ids), remaining=up.ints(remaining))
+    return MinTokens(*(up.ints(np.concatenate(parts)) for parts in (rows, ids, remaining)))
 
 
 def _logprobs(asking: Emitting, up: _Uploader) -> Logprobs:

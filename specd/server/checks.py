@@ -56,6 +56,8 @@ def show(value: Any) -> str:
         return "[]" if not value else f"a list of {len(value)}"
     if isinstance(value, dict):
         return "{}" if not value else "an object with " + ", ".join(show(key) for key in list(value)[:3])
+    if isinstance(value, str):  # of a header: its bytes may be no text
+        value = value[:MAX_SHOWN].encode(errors="backslashreplace").decode()
     text = orjson.dumps(value).decode()
     return text if len(text) <= MAX_SHOWN else text[:MAX_SHOWN] + "..."
 

@@ -44,7 +44,7 @@ def describe(error: BaseException) -> tuple[int, dict[str, object], dict[str, st
 
     Clients repeat 408, 409, 429 and 5xx by themselves; a fault that the request itself may cause says not to.
     """
-    message = str(error)[:_MAX_MESSAGE]
+    message = str(error)[:_MAX_MESSAGE].encode(errors="backslashreplace").decode()
     match error:
         case RequestError():
             status = _REQUEST_STATUS.get(error.code, 400)

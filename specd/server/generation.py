@@ -30,7 +30,7 @@ from specd.errors import (
 )
 from specd.listeners import is_loopback
 from specd.log import get_logger
-from specd.request import FinishReason, SequenceDelta
+from specd.request import FinishReason, Grammar, SequenceDelta
 from specd.server.chat import ChatTemplate
 from specd.server.checks import REQUEST_ID
 from specd.server.echo import echoes_of
@@ -43,12 +43,13 @@ from specd.server.predictions import prediction_ids
 from specd.server.prompts import Prompts, chat_prompts, completion_prompts
 from specd.server.protocol import EngineProtocol
 from specd.server.record import RequestRecord
-from specd.server.request_headers import request_timeout, speculation_header
+from specd.server.request_headers import request_timeout, speculation_header, strict_header
 from specd.server.responses import ChoiceText, ResponseWriter
 from specd.server.sending import Sender, SlowClientError
 from specd.server.spans import SpanSink
 from specd.server.sse import StreamEncoder
 from specd.server.streams import DeltaStreams
+from specd.server.tool_grammar import output_grammar
 from specd.server.translation import Encoder, Translate, Translation, own_names
 
 REQUEST_ID_KEY: web.RequestKey[str] = web.RequestKey("request_id", str)
@@ -126,7 +127,7 @@ class Generation:
         record = request[RECORD_KEY]
         self._engine.admit(request[SALT_KEY])  # before a body is read that would be refused anyway
         timeout_s = request_timeout(request.headers.get("x-request-timeout"))
-        values, prompts, translation = await self.read(request, endpoint, translate)
+        values, prompts, translation, grammar = await self.read(request, endpoint, translate)
         request[REQUEST_ID_KEY] = name = self._free_id(values.get("request_id", request[REQUEST_ID_KEY]))
         self._live.add(name)
         try:
@@ -146,7 +147,8 @@ class Generation:
                     weight=request[WEIGHT_KEY],
                     timeout_s=timeout_s,
                     exposed=_exposed(request),
-                    reading=translation.reading(values, prompts.thinking, self._config.chat),
+                    reading=translation.reading(values, prompts.thinking, self._config.chat, grammar),
+                    grammar=grammar,
                 )
             record.call = call
             request[HEADERS_KEY] |= {"x-specd-seed": str(call.seed), "x-specd-drafter": self._engine.info.drafter}
@@ -174,13 +176,16 @@ class Generation:
 
     async def read(
         self, request: web.Request, endpoint: Endpoint, translate: Translate = as_it_is
-    ) -> tuple[dict[str, Any], Prompts, Translation]:
-        """The checked fields of a body, its prompts and how it is answered. Raises RequestError."""
+    ) -> tuple[dict[str, Any], Prompts, Translation, Grammar | None]:
+        """The checked fields of a body, its prompts, how it is answered, and its grammar. Raises RequestError."""
         raw = await read_raw(request)
-        strict = request.headers.get("x-specd-strict") == "1"
-        translation = translate(parse_json(raw))
+        strict = strict_header(request.headers.get("x-specd-strict"))
+        translation, values, ignored = await long_work(len(raw), self._checked, raw, endpoint, translate, strict)
         with own_names(translation.params):
-            values, ignored = read_body(translation.body, endpoint, self._config, self._engine.info, strict=strict)
+            if "tools" in values:  # however short the body is
+                grammar = await asyncio.to_thread(output_grammar, values)
+            else:
+                grammar = output_grammar(values)
             began_s = time.monotonic()
             prompts = await long_work(len(raw), self.prompts, values, endpoint)
             if RECORD_KEY in request:
@@ -192,7 +197,16 @@ class Generation:
             values["prediction"] = ids
         self.note_ignored(request, ignored + prompts.unread, strict=strict)
         speculation_header(values, request.headers.get("x-specd-speculation"))
-        return values, prompts, translation
+        return values, prompts, translation, grammar
+
+    def _checked(
+        self, raw: bytes, endpoint: Endpoint, translate: Translate, strict: bool
+    ) -> tuple[Translation, dict[str, Any], tuple[str, ...]]:
+        """The request, its checked fields, and names that nobody reads. May be slow. Raises RequestError."""
+        translation = translate(parse_json(raw))
+        with own_names(translation.params):
+            config, info = self._config, self._engine.info
+            return translation, *read_body(translation.body, endpoint, config, info, strict=strict)
 
     def prompts(self, values: Mapping[str, Any], endpoint: Endpoint) -> Prompts:
         """May be slow. Raises RequestError."""

@@ -98,7 +98,7 @@ class MessagesApi:
         return await self._generation.translated(request, translate)
 
     async def count_tokens(self, request: web.Request) -> web.Response:
-        _, prompts, _ = await self._generation.read(request, Endpoint.CHAT, translate_count)
+        _, prompts, *_ = await self._generation.read(request, Endpoint.CHAT, translate_count)
         return json_response({"input_tokens": len(prompts.ids[0])})
 
     async def on_prepare(self, request: web.Request, response: web.StreamResponse) -> None:

@@ -24,6 +24,7 @@ from specd.server.metrics import CONTENT_TYPE, ServerMetrics, version
 from specd.server.openai import check_ids, check_model, parse_json
 from specd.server.openapi import document
 from specd.server.protocol import EngineProtocol
+from specd.server.request_headers import strict_header
 from specd.server.responses import error_body, model_card, token_name
 from specd.status import EngineState
 from specd.text import Tokenizer
@@ -94,13 +95,18 @@ class Pages:
     async def tokenize(self, request: web.Request) -> web.Response:
         """Token ids of a text or of a chat, in vLLM's shape."""
         raw = await read_raw(request)
-        values = self._read(request, raw, TOKENIZE_FIELDS)
-        ids, unread = await long_work(len(raw), self._encode, values)
+        values = await self._read(request, raw, TOKENIZE_FIELDS)
+        response, unread = await long_work(len(raw), self._tokenized, values)
         self._note_ignored(request, unread)
+        return response
+
+    def _tokenized(self, values: Mapping[str, Any]) -> tuple[web.Response, tuple[str, ...]]:
+        """The answer, and names that nobody reads. Raises RequestError."""
+        ids, unread = self._encode(values)
         body: dict[str, Any] = {"count": len(ids), "max_model_len": self._engine.info.max_len, "tokens": ids}
         if values.get("return_token_strs"):
             body["token_strs"] = [token_name(self._engine.tokenizer, token_id) for token_id in ids]
-        return json_response(body)
+        return json_response(body), unread
 
     def _encode(self, values: Mapping[str, Any]) -> tuple[tuple[int, ...], tuple[str, ...]]:
         """(ids, names that nobody reads) of one text or chat. Raises RequestError when it is neither or both."""
@@ -125,20 +131,25 @@ class Pages:
     async def detokenize(self, request: web.Request) -> web.Response:
         """The text of token ids, special tokens written out."""
         raw = await read_raw(request)
-        values = self._read(request, raw, DETOKENIZE_FIELDS)
+        values = await self._read(request, raw, DETOKENIZE_FIELDS)
         if "tokens" not in values:
             raise RequestError("'tokens' is required", code="missing_parameter", param="tokens")
-        check_ids(values["tokens"], "tokens", self._engine.info.vocab_size)
-        return json_response({"prompt": await long_work(len(raw), self._decode, values["tokens"])})
 
-    def _read(self, request: web.Request, raw: bytes, table: FieldTable) -> dict[str, Any]:
-        values, ignored = read_table(parse_json(raw), table)
+        def detokenized() -> web.Response:
+            check_ids(values["tokens"], "tokens", self._engine.info.vocab_size)
+            return json_response({"prompt": self._decode(values["tokens"])})
+
+        return await long_work(len(raw), detokenized)
+
+    async def _read(self, request: web.Request, raw: bytes, table: FieldTable) -> dict[str, Any]:
+        values, ignored = await long_work(len(raw), lambda: read_table(parse_json(raw), table))
         self._note_ignored(request, ignored)
         check_model(values, self._engine.info)
         return values
 
     def _note_ignored(self, request: web.Request, names: tuple[str, ...]) -> None:
-        self._generation.note_ignored(request, names, strict=request.headers.get("x-specd-strict") == "1")
+        strict = strict_header(request.headers.get("x-specd-strict"))
+        self._generation.note_ignored(request, names, strict=strict)
 
     def _decode(self, ids: tuple[int, ...]) -> str:
         """Ids in the padding of the logits have no text."""
@@ -157,14 +168,14 @@ class Pages:
 
     async def _render(self, request: web.Request, endpoint: Endpoint) -> web.Response:
         """The prompts that the same body would be answered for at the endpoint itself."""
-        values, prompts, _ = await self._generation.read(request, endpoint)
-        size = sum(len(ids) for ids in prompts.ids)
-        texts = await long_work(size, lambda: [self._decode(ids) for ids in prompts.ids])
-        found = [
-            {"prompt": text, "prompt_token_ids": ids, "count": len(ids)}
-            for text, ids in zip(texts, prompts.ids, strict=True)
-        ]
-        return json_response({"model": values["model"], "max_model_len": self._engine.info.max_len, "prompts": found})
+        values, prompts, *_ = await self._generation.read(request, endpoint)
+
+        def rendered() -> web.Response:
+            found = [{"prompt": self._decode(ids), "prompt_token_ids": ids, "count": len(ids)} for ids in prompts.ids]
+            size = self._engine.info.max_len
+            return json_response({"model": values["model"], "max_model_len": size, "prompts": found})
+
+        return await long_work(sum(len(ids) for ids in prompts.ids), rendered)
 
     # ---------------------------------------------------------------- state
 

@@ -15,10 +15,9 @@ from typing import Any
 
 from specd.config import ChatConfig
 from specd.hermes import BEGIN, END, CallArguments, CallBegin, HermesParser, Text
-from specd.request import FinishReason, SequenceDelta
+from specd.request import FinishReason, Grammar, SequenceDelta
 from specd.server.reasoning import CLOSE, OPEN, Thinking, ThinkingCounter, ThinkingSplitter, Thought
 from specd.server.structured import grammar_of
-from specd.server.tool_grammar import output_grammar
 from specd.server.tools import choice_of, offered_tools
 from specd.text import Tokenizer
 
@@ -41,8 +40,10 @@ class Reading:
 PLAIN = Reading()
 
 
-def reading_of(values: Mapping[str, Any], thinking: Thinking | None, chat: ChatConfig) -> Reading:
-    """From checked fields. thinking: as in `Prompts`.
+def reading_of(
+    values: Mapping[str, Any], thinking: Thinking | None, chat: ChatConfig, grammar: Grammar | None
+) -> Reading:
+    """From checked fields. thinking: as in `Prompts`; grammar: of the whole output, `tool_grammar.output_grammar`.
 
     An output that a grammar begins has no thinking: its first character is the format's.
     """
@@ -50,7 +51,7 @@ def reading_of(values: Mapping[str, Any], thinking: Thinking | None, chat: ChatC
     begun = chosen.mode in ("required", "named") or grammar_of(values) is not None
     return Reading(
         names=frozenset(tool.name for tool in offered_tools(values)),
-        exact=chosen.mode != "none" and output_grammar(values) is not None,
+        exact=chosen.mode != "none" and grammar is not None,
         forced=chosen.mode in ("required", "named"),
         named=chosen.mode == "named",
         once=chosen.mode != "none" and not values.get("parallel_tool_calls", True),

@@ -16,12 +16,19 @@ def request_timeout(header: str | None) -> float | None:
     if header is None:
         return None
     try:
-        seconds = float(header)
+        seconds = math.nan if "_" in header else float(header)
     except ValueError:
         seconds = math.nan
     if not 0 < seconds <= MOST_TIMEOUT_S:
         raise out_of_range("x-request-timeout", f"seconds above 0 and at most {MOST_TIMEOUT_S:g}", header)
     return seconds
+
+
+def strict_header(header: str | None) -> bool:
+    """Whether `x-specd-strict` has names refused that nobody reads. Raises RequestError."""
+    if header not in (None, "0", "1"):
+        raise out_of_range("x-specd-strict", "0 or 1", header)
+    return header == "1"
 
 
 def speculation_header(values: dict[str, Any], header: str | None) -> None:

@@ -193,11 +193,15 @@ def _tool_call(item: Any, param: str, ignored: list[str]) -> dict[str, Any]:
 
 
 def call_arguments(value: Any, param: str) -> dict[str, Any]:
-    """Arguments as they were sent: JSON text of an object; nothing is the empty object."""
+    """Arguments as they were sent: JSON text of an object; nothing is the empty object.
+
+    Numbers beyond every float and halves of surrogate pairs have no place in a prompt.
+    """
     if value is None or value == "":
         return {}
     try:
         found = json.loads(string(value, param))
+        json.dumps(found, ensure_ascii=False, allow_nan=False).encode()  # as the prompt will have it
     except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict):

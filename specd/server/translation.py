@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from specd.config import ChatConfig
 from specd.errors import RequestError
-from specd.request import SequenceDelta
+from specd.request import Grammar, SequenceDelta
 from specd.server.checks import Check, invalid_type, string, unsupported
 from specd.server.fields import ENDPOINT_FIELDS, Endpoint, FieldTable
 from specd.server.parts import PLAIN, Reading, reading_of
@@ -68,9 +68,11 @@ class Translation:
     reads_parts: bool = False  # its answers tell thinking and calls apart from text
     params: Mapping[str, str] = dataclasses.field(default_factory=dict)  # a chat field's path -> the request's own; [*]
 
-    def reading(self, values: Mapping[str, Any], thinking: Thinking | None, chat: ChatConfig) -> Reading:
+    def reading(
+        self, values: Mapping[str, Any], thinking: Thinking | None, chat: ChatConfig, grammar: Grammar | None
+    ) -> Reading:
         """What to look for in the answer's text."""
-        return reading_of(values, thinking, chat) if self.reads_parts else PLAIN
+        return reading_of(values, thinking, chat, grammar) if self.reads_parts else PLAIN
 
 
 Translate = Callable[[dict[str, Any]], Translation]

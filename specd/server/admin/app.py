@@ -137,7 +137,7 @@ class _Desk:
     def _check_generation(self, request: web.Request) -> None:
         wanted = request.headers.get("If-Match", "*").strip().strip('"')
         if wanted not in ("*", str(self._console.generation)):
-            text = f"the generation is {self._console.generation}, not {wanted[:32]}: somebody changed something"
+            text = f"the generation is {self._console.generation}, not {wanted[:32]!r}: somebody changed something"
             raise RequestError(text, code="generation_mismatch")
 
     # ---------------------------------------------------------------- events
