@@ -365,7 +365,7 @@ def _min_tokens(waiting: Emitting, blocks: _Blocks, up: _Uploader) -> MinTokens 
     ids: list[I64] = []
     remaining: list[I64] = []
     for row, state in waiting:
-        ends = np.unique(np.asarray((*state.eos_ids, *state.params.stop_token_ids), np.int64))
+        ends = np.asarray(sorted({*state.eos_ids, *state.params.stop_token_ids}), np.int64)
         own = np.asarray(blocks.rows(row), np.int64)
         rows.append(np.repeat(own, len(ends)))
         ids.append(np.tile(ends, len(own)))
