@@ -8,10 +8,8 @@ What is in the schema is checked where a chat completion's is; `PATHS` say where
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
-from specd.errors import RequestError
 from specd.server.checks import (
     anything,
     boolean,
@@ -25,6 +23,7 @@ from specd.server.checks import (
     unsupported,
 )
 from specd.server.fields import asks_nothing
+from specd.server.structured import required
 
 _NAME = "output"  # chat asks for one, Messages has none
 _SCHEMA = anything({"type": "object"})
@@ -44,12 +43,6 @@ def _given(value: Any, param: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise invalid_type(param, "an object", value)
     return {name: item for name, item in value.items() if item is not None}
-
-
-def _required(value: Mapping[str, Any], names: tuple[str, ...], param: str) -> None:
-    for name in names:
-        if name not in value:
-            raise RequestError(f"'{param}.{name}' is required", code="missing_parameter", param=f"{param}.{name}")
 
 
 @documented(
@@ -72,10 +65,11 @@ def text(value: Any, param: str) -> dict[str, Any] | None:
         return None
     where = f"{param}.format"
     wanted = _TEXT_FORMAT(given["format"], where)
-    _required(wanted, ("type",), where)
-    kind = wanted.pop("type")
+    kind = required(wanted, "type", where)
+    del wanted["type"]
     if kind == "json_schema":
-        _required(wanted, ("name", "schema"), where)
+        required(wanted, "name", where)
+        required(wanted, "schema", where)
         return {"type": kind, kind: wanted}
     if wanted:
         name = min(wanted)
@@ -87,8 +81,8 @@ def text(value: Any, param: str) -> dict[str, Any] | None:
 def output_format(value: Any, param: str) -> dict[str, Any]:
     """Messages' format as a `response_format`. Raises RequestError."""
     wanted = _OUTPUT_FORMAT(value, param)
-    _required(wanted, ("type", "schema"), param)
-    return {"type": "json_schema", "json_schema": {"name": _NAME, "schema": wanted["schema"]}}
+    kind = required(wanted, "type", param)
+    return {"type": kind, kind: {"name": _NAME, "schema": required(wanted, "schema", param)}}
 
 
 @documented({"type": "object", "additionalProperties": False, "properties": {"format": schema_of(output_format)}})

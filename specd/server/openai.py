@@ -185,9 +185,8 @@ def build_call(
     sampling = _sampling(values, endpoint, config, info, tokenizer)
     sampling = dataclasses.replace(sampling, shown_special_ids=marker_ids(reading, tokenizer), grammar=grammar)
     _check_possible(sampling, info)
-    response_id = PREFIXES[endpoint] + request_id
     base = Request(
-        request_id=response_id,
+        request_id=PREFIXES[endpoint] + request_id,
         prompt_ids=(),
         sampling=sampling,
         speculation=SpeculationParams(**values.get("speculation", {})),
@@ -204,7 +203,7 @@ def build_call(
     caps = [_max_tokens(values, len(prompt), endpoint, config, info) for prompt in prompts]
     return GenerationCall(
         endpoint=endpoint,
-        response_id=response_id,
+        response_id=base.request_id,
         model=values["model"],
         created=created,
         requests=_requests(base, prompts, caps, serial),
