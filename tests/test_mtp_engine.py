@@ -313,7 +313,7 @@ def test_the_heads_that_come_with_specd(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(registry, "SHIPPED", tmp_path)
     loaded, file = loaded_target(), head_file()
     both, mtp = parse_draft("mtp+ngram"), parse_draft("mtp")
-    assert settle(parse_draft("auto"), loaded) == DraftChoice("ngram")  # on a CPU, whatever there is
+    assert settle(parse_draft("auto"), loaded) == DraftChoice("ngram")
     with pytest.raises(DraftError, match="'mtp': specd has none for tiny"):
         settle(mtp, loaded)
 
@@ -328,13 +328,14 @@ def test_the_heads_that_come_with_specd(tmp_path: Path, monkeypatch: pytest.Monk
     for stranger in ("snapshot", "tinyish", "tiny2-Q8"):
         with pytest.raises(DraftError, match=f"none for {stranger}"):
             settle(both, dataclasses.replace(loaded, name=stranger))
-    assert settle(parse_draft("auto"), loaded) == DraftChoice("ngram")
+    assert settle(parse_draft("auto"), loaded).name == "mtp:tiny+ngram"
     assert mtp_drafter(loaded, settle(mtp, loaded).folder).traits.name == "mtp:tiny"
     with pytest.raises(DraftError, match="'lm': specd has none for tiny; it has one for no model at all"):
         settle(parse_draft("lm"), loaded)
     write_head(tmp_path / "mtp" / "tiny", file.config, file.weights, token_ids=file.token_ids, target={"num_layers": 3})
     with pytest.raises(DraftError, match="none for tiny"):
         settle(both, loaded)
+    assert settle(parse_draft("auto"), loaded) == DraftChoice("ngram")
     assert settle(parse_draft("mtp:else/where"), loaded).argument == "else/where"
 
 

@@ -75,15 +75,12 @@ def parse_draft(text: str) -> DraftChoice:
 
 
 def settle(choice: DraftChoice, target: LoadedModel, *names: str) -> DraftChoice:
-    """ "auto" is n-grams on a CPU, where a forward of the head was measured to cost more than its drafts save, else the
-    head that comes with specd for this model, overridden by n-grams, or n-grams where there is none.
+    """ "auto" is the head that comes with specd for this model, overridden by n-grams, or n-grams where there is none.
 
     names: what else the model is called. Raises DraftError for "mtp" or "lm" where specd has none.
     """
     if choice.argument or choice.kind not in ("auto", "mtp", "lm"):
         return choice
-    if choice.kind == "auto" and target.model.device.type == "cpu":
-        return DraftChoice("ngram")
     kind: Literal["mtp", "lm"] = "lm" if choice.kind == "lm" else "mtp"
     found = _shipped_for(kind, (target.name, *names))
     if found is not None and (kind == "lm" or not _differences(read_head(found), target)):

@@ -6,6 +6,8 @@ caches are colder after it. So decode steps with and without it are compared by 
     on | off | on | off |  better one ......... | other one |  better one ................... | other one | ...
     opening, WINDOW each   rest                   WINDOW       rest, twice as long after each verdict that stands
 
+A drafter that does not pay after the first two windows rests at once: where it is not worth its price, finding that out
+must cost next to nothing. One that seems to is asked to show it again.
 Each power of two of concurrent sequences has a trial of its own: what pays for one stream may not for eight.
 A window with the drafter begins with a few drafts in any case (`probing`); one in which none seem worth it after those
 ends early (`rest`).
@@ -19,7 +21,7 @@ WINDOW = 24  # steps of a window in which a mode is tried
 SETTLING = 2  # of them, the first ones do not count: the drafter catches up, or its last refill ends
 OPENING = 4  # windows before the first verdict
 PROBES = 8  # drafts to see how often the drafter is right now
-SHORTEST_REST, LONGEST_REST = 128, 2048  # steps
+SHORTEST_REST, LONGEST_REST = 256, 4096  # steps
 GAIN = 1.05  # of the drafter over going without, or it rests: measurements are noisy, and resting costs nothing
 _MEMORY = 32.0  # steps that a rate reaches back
 _SLOW = 4.0  # times the usual: a slower step counts as this much, one accident is no trend
@@ -72,10 +74,12 @@ class _Trial:
 
     def _next(self) -> None:
         self.windows += 1
-        if self.windows < OPENING or (self.windows > OPENING and not self.trying):
+        better = self.with_drafter() > self.without() * GAIN
+        opening = self.windows < OPENING and (self.windows % 2 == 1 or better)
+        if opening or (self.windows > OPENING and not self.trying):
             self.start(not self.drafting, WINDOW)
             return
-        better = self.with_drafter() > self.without() * GAIN
+        self.windows = max(self.windows, OPENING)
         if better != self.better:
             self.better, self.rest = better, SHORTEST_REST
         elif self.windows > OPENING:
