@@ -258,9 +258,10 @@ async def _kinds(site: Site) -> list[Kind]:
 
 
 async def _windows(work: Soak, args: argparse.Namespace) -> list[Sample]:
+    """As many as begin in time; two at least, since what rises is seen between them."""
     print(HEAD, flush=True)
     samples: list[Sample] = []
-    while work.seconds < 60 * args.minutes and work.num_violations < 10 * _MOST_VIOLATIONS:
+    while (len(samples) < 2 or work.seconds < 60 * args.minutes) and work.num_violations < 10 * _MOST_VIOLATIONS:
         samples.append(await work.window(args.window))
         print(row(samples[-1], work.num_violations), flush=True)
     return samples

@@ -16,10 +16,13 @@ from specd.config import Config
 from specd.daemon import EXIT_OK, LoadAbandoned, load_serving_engine, serve
 from specd.supervision import DaemonEngine
 
+_SWITCH_S = 0.0005  # of Python's 0.005: a step's few lines on a stream must not wait for 200 streams' JSON
+
 
 def run(args: argparse.Namespace) -> int:
     config = load_settings(args)
     log.configure(config.log.level, config.log.format)
+    sys.setswitchinterval(_SWITCH_S)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         try:
             return runner.run(serve(config, create_engine=_load, reread=lambda: load_settings(args)))
