@@ -31,7 +31,7 @@ from specd.grammar import GrammarMatcher, Grammars
 from specd.kv import PagedFeatures
 from specd.models.base import Model, kv_slot_bytes, make_kv
 from specd.models.borrowed import is_borrowing
-from specd.models.fetch import resolve
+from specd.models.fetch import read_template, resolve, split_revision
 from specd.models.gguf import read_metadata
 from specd.models.registry import KernelChoice, LoadedModel, load_target
 from specd.pages import PagePool
@@ -112,7 +112,7 @@ def assemble(config: Config, *, device: Device | None = None, grammars: bool = F
 def _assemble(config: Config, choice: DraftChoice, device: Device) -> Parts:
     target, tokenizer = _load(config.model.path, config.model.revision, config, device)
     if config.model.chat_template:
-        tokenizer.chat_template = _read_template(Path(config.model.chat_template))
+        tokenizer.chat_template = read_template(Path(config.model.chat_template))
     choice = settle(choice, target, Path(config.model.path).name)
     drafter = _drafter(choice, config, target, tokenizer, device)
     return build(config, choice, target=target, tokenizer=tokenizer, drafter=drafter, device=device)
@@ -192,13 +192,6 @@ def _load(name: str, revision: str, config: Config, device: Device) -> tuple[Loa
     return loaded, Tokenizer.load(path, read_metadata=read_metadata)
 
 
-def _read_template(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"model.chat_template: {path} cannot be read: {error}") from error
-
-
 def _drafter(
     choice: DraftChoice, config: Config, target: LoadedModel, tokenizer: Tokenizer, device: Device
 ) -> Drafter | None:
@@ -209,9 +202,7 @@ def _drafter(
     if choice.kind == "lm" and is_borrowing(choice.folder):
         return borrowing_drafter(target, choice.folder)
     if choice.kind == "lm":
-        name, at, revision = choice.argument.rpartition("@")
-        if not at or Path(choice.argument).exists():
-            name, revision = choice.argument, ""
+        name, revision = split_revision(choice.argument)
         draft, draft_tokenizer = _load(name, revision, config, device)
         return lm_drafter(target, tokenizer, draft, draft_tokenizer, name=choice.name)
     return None

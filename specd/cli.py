@@ -15,16 +15,20 @@ from typing import TypeAlias
 
 from specd.commands import bench_options, ctl_options, train
 from specd.commands.settings import add_settings
-from specd.errors import ConfigError, DraftError, FetchError, ModelError, SpecdError
+from specd.errors import ConfigError, DraftError, FetchError, ModelError, SpecdError, UsageError
 
-_EXIT_FAULT, _EXIT_CONFIG, _EXIT_INTERRUPTED = 1, 78, 130
+_EXIT_FAULT, _EXIT_USAGE, _EXIT_CONFIG, _EXIT_INTERRUPTED = 1, 2, 78, 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and gives the exit code. argparse exits with 2 on wrong usage."""
+    """Runs one command and gives the exit code. argparse itself raises SystemExit(2) on wrong usage."""
     args = build_parser().parse_args(argv)
     try:
         code: int = importlib.import_module(f"specd.commands.{args.module}").run(args)
+    except UsageError as error:
+        args.parser.print_usage(sys.stderr)
+        print(f"{args.parser.prog}: error: {error}", file=sys.stderr)  # as argparse says it
+        code = _EXIT_USAGE
     except SpecdError as error:
         print(f"specd: {error}", file=sys.stderr)
         # A download may succeed next time: the service manager should try again. A wrong value will not.
@@ -60,13 +64,13 @@ _Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 def _add_serve(commands: _Commands) -> None:
     parser = commands.add_parser("serve", help="run the daemon in the foreground")
     add_settings(parser)
-    parser.set_defaults(module="serve")
+    parser.set_defaults(module="serve", parser=parser)
 
 
 def _add_check(commands: _Commands) -> None:
     parser = commands.add_parser("check", help="validate configuration, model and drafter; exit 78 on error")
     add_settings(parser)
-    parser.set_defaults(module="check")
+    parser.set_defaults(module="check", parser=parser)
 
 
 def _add_generate(commands: _Commands) -> None:
@@ -77,14 +81,14 @@ def _add_generate(commands: _Commands) -> None:
     parser.add_argument("--raw", action="store_true", help="continue the prompt as it is, without the chat template")
     _add_generation(parser)
     add_settings(parser, model=False, server=False)
-    parser.set_defaults(module="generate", interactive=False)
+    parser.set_defaults(module="generate", parser=parser, interactive=False)
 
 
 def _add_chat(commands: _Commands) -> None:
     parser = commands.add_parser("chat", help="talk to the model in the terminal")
     _add_generation(parser)
     add_settings(parser, server=False)
-    parser.set_defaults(module="generate", interactive=True, raw=False)
+    parser.set_defaults(module="generate", parser=parser, interactive=True, raw=False)
 
 
 def _add_generation(parser: argparse.ArgumentParser) -> None:
@@ -116,22 +120,22 @@ def _add_fetch(commands: _Commands) -> None:
     parser = commands.add_parser("fetch", help="download a model into the cache and check its SHA-256")
     parser.add_argument("alias", metavar="ALIAS", help="such as smollm2-135m, or a hub id (org/name)")
     parser.add_argument("--revision", help="branch, tag or commit of a hub id")
-    parser.set_defaults(module="fetch")
+    parser.set_defaults(module="fetch", parser=parser)
 
 
 def _add_ctl(commands: _Commands) -> None:
     parser = commands.add_parser("ctl", help="ask a running daemon over its control socket")
     ctl_options.add_verbs(parser)
-    parser.set_defaults(module="ctl")
+    parser.set_defaults(module="ctl", parser=parser)
 
 
 def _add_bench(commands: _Commands) -> None:
     parser = commands.add_parser("bench", help="measure a running server over HTTP: TTFT, ITL, tokens/s, acceptance")
     bench_options.add_options(parser)
-    parser.set_defaults(module="bench")
+    parser.set_defaults(module="bench", parser=parser)
 
 
 def _add_train(commands: _Commands) -> None:
     parser = commands.add_parser("train", help="train a head that drafts for a target")
     train.add_verbs(parser)
-    parser.set_defaults(module="train")
+    parser.set_defaults(module="train", parser=parser)

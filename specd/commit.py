@@ -7,6 +7,7 @@ history, usage and origins are all decided token by token, and what stands behin
 from __future__ import annotations
 
 import dataclasses
+import time
 
 from specd.errors import GrammarError, NonFiniteLogitsError, SpecdError
 from specd.request import DraftedToken, FinishReason, SequenceDelta, TokenLogprob, TokenOrigin
@@ -63,6 +64,7 @@ def commit(
     num_predicted: of the row's planned drafts, the leading ones that are out of the request's prediction.
     Modifies tokens, text state and counts of the sequence, nothing else: pages and KV lengths are the scheduler's.
     """
+    sequence.text_s = 0.0
     if row.failed:
         return failure(sequence, _why_failed(sequence))
     text: list[str] = []
@@ -73,7 +75,9 @@ def commit(
     for token in row.tokens:
         emitted += 1
         sequence.append(token)
+        start = time.perf_counter()
         finish, stop_reason, piece = _advance(sequence, token)
+        sequence.text_s += time.perf_counter() - start
         text.append(piece)
         if finish is not None:
             break

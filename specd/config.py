@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import Literal
 
 from specd.config_options import (
+    check_draft,
     check_draft_len,
     check_host,
     check_host_names,
+    check_journal,
     check_memory,
     check_names,
     check_origins,
@@ -93,6 +95,12 @@ class ServerConfig:
         high=3600,
         reloadable=True,
     )
+    journal: str = option(
+        "auto",
+        "File for the ids of accepted requests that have not ended, so that the start after a crash says which were "
+        "lost: a path, off, or auto (requests.journal in $STATE_DIRECTORY, which systemd sets; off without it).",
+        check=check_journal,
+    )
     metrics_compat: Literal["vllm", "off"] = option(
         "vllm", "Names in /metrics for what vLLM measures too: its own (vllm:...), or off (specd_... alone)."
     )
@@ -140,6 +148,7 @@ class SpeculationConfig:
         "mtp (the head that comes with specd for the model), mtp+ngram (overridden by n-grams where those are kept as "
         "often) or mtp:FOLDER (one of `specd train mtp`).",
         flag="--draft",
+        check=check_draft,
     )
     draft_len: int | str = option(
         "adaptive",

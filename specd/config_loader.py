@@ -148,6 +148,17 @@ def check_together(config: Config) -> None:
             f"speculation.draft_len = {spec.draft_len} is above speculation.max_draft = {spec.max_draft}; "
             "raise max_draft or lower draft_len"
         )
+    model = config.model
+    if model.quantize != "none" and model.kernels == "torch":
+        raise ConfigError(
+            f'model.quantize = "{model.quantize}" is done by the native kernels; model.kernels = "torch" rules them out'
+        )
+    if model.dtype == "bfloat16" and (model.kernels == "native" or model.quantize != "none"):
+        key = "model.quantize" if model.quantize != "none" else "model.kernels"
+        value = model.quantize if model.quantize != "none" else model.kernels
+        raise ConfigError(
+            f'model.dtype = "bfloat16" with {key} = "{value}": the native kernels compute in float32; leave one out'
+        )
     if config.scheduler.max_tokens < config.scheduler.max_running:
         raise ConfigError(
             f"scheduler.max_tokens = {config.scheduler.max_tokens} is below scheduler.max_running = "

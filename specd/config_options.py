@@ -12,6 +12,7 @@ from specd.errors import ConfigError
 
 _UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 _UNITS |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_DRAFT = re.compile(r"auto|none|ngram|mtp\+ngram|(mtp|lm)(:.+)?|layers:[1-9][0-9]{0,8}", re.DOTALL)
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B|B|%|)")
 
 
@@ -62,6 +63,15 @@ def check_memory(value: int | str) -> None:
     memory_bytes(value, ram_bytes=1 << 40)
 
 
+def check_draft(value: str) -> None:
+    """The spelling alone; `drafters.registry.parse_draft` takes what this takes."""
+    if value == "mtp:builtin":
+        raise ConfigError("heads inside a model's checkpoint ('mtp:builtin') are not read yet")
+    if _DRAFT.fullmatch(value) is None:
+        known = "auto, none, ngram, layers:N, mtp, mtp+ngram, mtp:FOLDER, lm or lm:MODEL"
+        raise ConfigError(f"{value!r} is no drafter; give {known}")
+
+
 def check_draft_len(value: int | str) -> None:
     if isinstance(value, str) and value != "adaptive":
         raise ConfigError(f'{value!r} is not "adaptive" and not a whole number')
@@ -93,6 +103,11 @@ def check_origins(value: tuple[str, ...]) -> None:
     for origin in value:
         if origin != "*" and re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s]+", origin) is None:
             raise ConfigError(f"{origin!r} is not an origin; write scheme://host[:port] without a path, or *")
+
+
+def check_journal(value: str) -> None:
+    if value not in ("auto", "off") and "/" not in value:
+        raise ConfigError(f'{value!r} is not "auto", not "off", and not a path: one has at least one "/"')
 
 
 def check_endpoint(value: str) -> None:

@@ -23,10 +23,12 @@ from collections.abc import Awaitable, Callable, Iterator
 import aiohttp.web
 
 from specd.config import LOSSY_ACCEPTANCE, Config, admin_socket_path
+from specd.journal import RequestJournal, journal_path
 from specd.listeners import address_of, bind, is_loopback, loading_site, local_only, notice_lost_peers
 from specd.log import get_logger
 from specd.models import fetch
 from specd.operation import Operation
+from specd.preflight import check_before_load
 from specd.reload import Reloader
 from specd.sdnotify import Notifier, listen_sockets
 from specd.server.admin.app import create_admin_app
@@ -34,7 +36,7 @@ from specd.server.admin.peers import Levels
 from specd.server.admin.sockets import bind_admin_socket
 from specd.server.app import METRICS_KEY, RECONFIGURE_KEY, create_app, create_runner
 from specd.server.auth import ApiKeys
-from specd.server.load_metrics import ReloadCollector
+from specd.server.load_metrics import JournalCollector, ReloadCollector
 from specd.server.spans import check_telemetry
 from specd.signals import Signals, StopSignal
 from specd.status import EngineInfo, EngineState, EngineStats
@@ -60,6 +62,7 @@ async def load_engine(config: Config, *, grammars: bool = False) -> DaemonEngine
 
     grammars: see `specd.engine.Engine.create`.
     """
+    await asyncio.to_thread(check_before_load, config)
     log.info("model_loading", path=config.model.path)
     module = await asyncio.to_thread(importlib.import_module, "specd.engine")
     engine: DaemonEngine = await module.Engine.create(config, grammars=grammars)
@@ -75,8 +78,9 @@ async def serve(
     """Runs the daemon until a signal, `specd ctl shutdown` or a fault; gives the exit code.
 
     reread: gives the configuration anew for a reload; None: a reload finds what is in force.
-    Raises ConfigError, AddressInUseError, ModelError, DraftError or FetchError when it cannot start, LoadAbandoned
-    when it was stopped before it had. Whatever it raises, nothing listens any more and the control socket is gone.
+    Raises ConfigError, AddressInUseError, JournalInUseError, OutputError, ModelError, DraftError or FetchError when it
+    cannot start, LoadAbandoned when it was stopped before it had. Whatever it raises, nothing listens any more and the
+    control socket is gone.
     """
     notifier = Notifier.from_env(os.environ)
     activated = listen_sockets(os.environ)
@@ -93,10 +97,12 @@ async def serve(
         admin = activated.get("admin", []) if config.admin.enabled else []
         if config.admin.enabled and not admin:
             admin = [stack.enter_context(_admin_listener(config, levels))]
+        journal = stack.enter_context(_journal(config))
         async with loading_site(listeners):
             engine = await _load(config, create_engine, notifier, stop)
         if engine is None:
             return EXIT_OK
+        engine.account.journal = journal
         reloader = Reloader(config, reread or (lambda: reloader.config))
         operation = Operation(engine, reloader, signals, notifier, keys=keys, levels=levels)
         return await _run(operation, listeners, admin)
@@ -126,6 +132,17 @@ def _admin_listener(config: Config, levels: Levels) -> Iterator[socket.socket]:
             yield listener
         finally:
             path.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _journal(config: Config) -> Iterator[RequestJournal | None]:
+    """Open for as long as the context lasts. Raises JournalInUseError, ConfigError or OutputError."""
+    path = journal_path(config.server.journal, os.environ)
+    if path is None:
+        yield None
+        return
+    with contextlib.closing(RequestJournal(path)) as journal:
+        yield journal
 
 
 async def _load(
@@ -175,6 +192,7 @@ async def _run(operation: Operation, listeners: list[socket.socket], admin: list
         await stack.enter_async_context(operation.lag.measured())
         app = create_app(engine, operation.reloader.config, keys=operation.keys, local=local_only(listeners))
         app[METRICS_KEY].registry.register(ReloadCollector(operation.reloader))
+        app[METRICS_KEY].registry.register(JournalCollector(engine.account))
         operation.lag.observers.append(app[METRICS_KEY].loop_lag.observe)
         await _start(create_runner(app, shutdown_timeout_s=_LAST_BYTES_S), listeners, stack)
         control = create_admin_app(operation.console)

@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence as Items
 from typing import Any
 
+from specd.account import Account
 from specd.admission import Admission
 from specd.assembly import Parts, assemble
 from specd.config import Config, SchedulerConfig
@@ -70,7 +71,7 @@ class Engine:
         self._live: dict[str, _Live] = {}
         self._state = EngineState.LOADING
         self._started_s = time.monotonic()
-        self._accepted = self._finished = self._failed = self._aborted = 0
+        self.account = Account()
         self._idle = asyncio.Event()
         self._idle.set()
         self._pipeline = Pipeline(
@@ -137,7 +138,7 @@ class Engine:
         stream = TokenStream(request, self.abort)
         sequences = [self._sequence(request, index) for index in range(request.n)]
         self._live[request.request_id] = _Live(stream, sequences)
-        self._accepted += 1
+        self.account.begin(request.request_id)
         self._admission.begin(request)
         self._deadlines.begin(request, sequences, self._limits)
         self._idle.clear()
@@ -228,9 +229,7 @@ class Engine:
         request = self._live.pop(request_id).stream.request
         self._admission.end(request)
         self._deadlines.end(request)
-        self._failed += outcome is FinishReason.ERROR
-        self._aborted += outcome is FinishReason.ABORT
-        self._finished += outcome not in (FinishReason.ERROR, FinishReason.ABORT)
+        self.account.end(request_id, outcome)
         if not self._live:
             self._idle.set()
 
@@ -304,6 +303,7 @@ class Engine:
         """Accepts nothing more and waits for what was accepted; False when the time ran out. Ends a pause."""
         if self._state is EngineState.READY:
             self._state = EngineState.DRAINING
+            self.account.drains += 1
         self.unpause()
         try:
             await asyncio.wait_for(self._idle.wait(), timeout_s)
@@ -326,7 +326,7 @@ class Engine:
     def reset_counters(self) -> None:
         """Forgets the warm-up: counters start with what users ask for."""
         self._scheduler.counters = Counters(self.info.max_draft)
-        self._accepted = self._finished = self._failed = self._aborted = 0
+        self.account.reset()
 
     def stats(self) -> EngineStats:
         pool, counters = self._scheduler.pool, self._scheduler.counters
@@ -341,7 +341,7 @@ class Engine:
             pages_total=pool.num_pages,
             pages_free=pool.num_free,
             pages_cached=pool.num_cached,
-            accepted_requests=self._accepted,
+            accepted_requests=self.account.accepted,
             finished_requests=dict(counters.finished),
             prompt_tokens=counters.prompt_tokens,
             cached_tokens=counters.cached_tokens,
@@ -353,11 +353,16 @@ class Engine:
             accepted_tokens=dict(counters.accepted_tokens),
             accepted_per_position=tuple(counters.accepted_per_position),
             drafted_per_position=tuple(counters.drafted_per_position),
-            requests_failed=self._failed,
-            requests_aborted=self._aborted,
-            requests_finished=self._finished,
+            requests_failed=self.account.failed,
+            requests_aborted=self.account.aborted,
+            requests_finished=self.account.finished,
+            lost_before=self.account.num_lost_before,
+            drains=self.account.drains,
             failed_drafts=counters.failed_drafts,
             failed_refills=counters.failed_refills,
+            undrafted=dict(counters.undrafted),
+            wasted_s=counters.wasted_s,
+            speedup=counters.speedup.value,
             paused=self._pipeline.paused,
             live_requests=len(self._live),
             refused=dict(self._admission.rejected),

@@ -18,10 +18,22 @@ class ConfigError(SpecdError):
     code = "config_error"
 
 
+class UsageError(SpecdError):
+    """A command line that cannot be meant: options that do not go together, or values out of range (exit code 2)."""
+
+    code = "usage_error"
+
+
 class AddressInUseError(SpecdError):
     """Somebody else listens where the daemon was to listen. It may be gone at the next try: not a ConfigError."""
 
     code = "address_in_use"
+
+
+class JournalInUseError(SpecdError):
+    """Another daemon writes the journal. It may be gone at the next try: not a ConfigError."""
+
+    code = "journal_in_use"
 
 
 class ModelError(SpecdError):
@@ -31,7 +43,7 @@ class ModelError(SpecdError):
 
 
 class FetchError(ModelError):
-    """A model that had to be downloaded and could not be."""
+    """A model that had to be downloaded and could not be; the next try may succeed (exit code 1, not 78)."""
 
     code = "fetch_error"
 

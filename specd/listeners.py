@@ -9,9 +9,9 @@ import socket
 from collections.abc import AsyncIterator, Iterable
 
 import aiohttp.web
-import orjson
 
 from specd.errors import AddressInUseError, ConfigError
+from specd.http_refusals import JsonServer, Refusal, json_refusal
 
 _BACKLOG = 1024
 # A connection of which nothing is heard for a minute is probed; after three probes without an answer it is gone.
@@ -109,14 +109,11 @@ async def loading_site(listeners: list[socket.socket]) -> AsyncIterator[None]:
 
     async def refuse(request: aiohttp.web.BaseRequest) -> aiohttp.web.Response:
         message = "The model is being loaded; try again in a few seconds."
-        body = {"error": {"message": message, "type": "server_error", "param": None, "code": "loading"}}
-        response = aiohttp.web.Response(
-            body=orjson.dumps(body), status=503, content_type="application/json", headers={"Retry-After": "2"}
-        )
+        response = json_refusal(request, Refusal(503, "loading", message), {"Retry-After": "2"})
         response.force_close()  # the next request must reach the real application
         return response
 
-    runner = aiohttp.web.ServerRunner(aiohttp.web.Server(refuse, access_log=None), shutdown_timeout=1.0)
+    runner = aiohttp.web.ServerRunner(JsonServer(refuse, write=json_refusal, access_log=None), shutdown_timeout=1.0)
     await runner.setup()
     try:
         for listener in listeners:

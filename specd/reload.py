@@ -7,6 +7,7 @@ Settings that are not reloadable keep their values until a restart; the report n
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable, Mapping
 
 from specd.config import Config
@@ -33,6 +34,7 @@ class Reloader:
 
     def __init__(self, config: Config, reread: Callable[[], Config]) -> None:
         self.config = config
+        self.read_at = time.time()  # when it was read, unix seconds
         self.successes = self.failures = 0
         self._reread = reread
         self._prepares: list[Prepare] = []
@@ -54,6 +56,7 @@ class Reloader:
             for commit in commits:
                 commit()
             self.config = merged
+            self.read_at = time.time()
             self.successes += 1
             log.info("reloaded", applied=dict(report.applied), needs_restart=sorted(report.needs_restart))
         return dataclasses.replace(report, dry_run=dry_run)

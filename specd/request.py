@@ -98,6 +98,7 @@ class SpeculationParams:
     mode: Literal["auto", "off"] = "auto"
     max_draft: int | None = None  # None = the engine's maximum
     detail: Literal["none", "summary", "detailed", "tokens"] = "summary"
+    pinned: bool = False  # max_draft drafts in every step, whatever the length policy says; no client may ask for it
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

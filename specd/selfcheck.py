@@ -7,7 +7,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable
 
-from specd.errors import EngineError
+from specd.errors import EngineError, RequestError
 from specd.log import get_logger
 from specd.request import (
     FinishReason,
@@ -34,6 +34,7 @@ _PROMPTS = (
 _TOKENS = 32
 _RARELY = 0.05  # of the drafts kept; fewer cost more than they save with any drafter that computes
 _ENOUGH = 32  # drafts that a verdict needs
+_PINNED = 4  # drafts a step of the self-test
 _DEPTH = 2  # drafts a step: of deeper ones hardly any is kept whatever the drafter is worth
 
 
@@ -75,18 +76,25 @@ class Comparison:
     identical: bool
     tokens: int
     split: int | None  # first token that differs
-    drafted: int  # 0: nothing was proved, the daemon is not drafting now
+    drafted: int
     accepted: int
     speculative_s: float
     plain_s: float
 
 
 async def compare_with_plain(submit: Submit, info: EngineInfo, tokenizer: Tokenizer) -> list[Comparison]:
-    """The built-in prompts beside whatever else runs. Raises what submit raises, EngineError when one fails."""
+    """The built-in prompts beside whatever else runs: drafts are made whatever the length policy says of others.
+
+    Raises what submit raises; RequestError without a drafter, EngineError when a prompt fails, or when a drafter that
+    should have made no draft at all, since nothing is proved then.
+    """
+    if not info.max_draft:
+        raise RequestError("selftest: nothing drafts here (speculation.draft)", code="no_drafter")
     found = []
+    pinned = SpeculationParams(max_draft=min(_PINNED, info.max_draft), pinned=True)
     for number, text in enumerate(_PROMPTS):
         prompt = (tokenizer.encode(text) or [0])[: max(1, info.max_len // 2)]
-        drafted = await _greedy(submit, info, prompt, SpeculationParams())
+        drafted = await _greedy(submit, info, prompt, pinned)
         plain = await _greedy(submit, info, prompt, SpeculationParams(mode="off"))
         split = next((i for i, (a, b) in enumerate(zip(drafted[0], plain[0], strict=False)) if a != b), None)
         stats = drafted[1]
@@ -102,6 +110,8 @@ async def compare_with_plain(submit: Submit, info: EngineInfo, tokenizer: Tokeni
         )
         log.info("selftest_compared", **dataclasses.asdict(comparison))
         found.append(comparison)
+    if not any(comparison.drafted for comparison in found):
+        raise EngineError(f"the drafter {info.drafter} made no draft for any prompt: nothing was proved; see the log")
     return found
 
 

@@ -82,6 +82,7 @@ class Sequence:
         self.limit = min(max_len, self.num_prompt + request.sampling.max_tokens)  # tokens, prompt included
         self.max_draft = max_draft  # the request's wish and the engine's maximum
         self.detokenizer = detokenizer
+        self.text_s = 0.0  # of the latest step: tokens to text, and looking for stops in it
         self.matcher = StopMatcher(request.sampling.stop, request.sampling.include_stop_str_in_output)
         self.grammar = grammar
         self.keys = keys

@@ -10,6 +10,19 @@ from collections.abc import Mapping
 REFUSALS = ("waiting_sequences", "waiting_tokens", "key_requests", "key_tokens")  # limits that a 429 may name
 
 
+UNDRAFTED = (  # why a row of a step has no drafts
+    "request",
+    "admin",
+    "not_paying",
+    "failing",
+    "catching_up",
+    "no_proposal",
+    "mixed_batch",
+    "no_room",
+    "context",
+)
+
+
 @dataclasses.dataclass(slots=True)
 class Distribution:
     """How often a value fell into each bucket, and the sum of all."""
@@ -88,8 +101,13 @@ class EngineStats:
     requests_failed: int = 0
     requests_aborted: int = 0
     requests_finished: int = 0
+    lost_before: int = 0  # requests that the process before this one left open, by its journal
+    drains: int = 0  # times that it stopped accepting in order to end or to pause
     failed_drafts: int = 0  # steps whose drafter failed: they went on without drafts
     failed_refills: int = 0
+    undrafted: Mapping[str, int] = dataclasses.field(default_factory=dict)  # rows' steps, by UNDRAFTED
+    wasted_s: float = 0.0  # computing drafts that were not kept
+    speedup: float | None = None  # over decoding without drafts; None while it is not known
     paused: bool = False  # no step is scheduled; requests are accepted and wait
     live_requests: int = 0  # accepted and not ended
     refused: Mapping[str, int] = dataclasses.field(default_factory=dict)  # requests, by REFUSALS

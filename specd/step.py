@@ -288,6 +288,7 @@ class StepStats:
     draft_s: float  # computing: the drafter's forwards before verify
     refill_s: float  # computing: refills that ended since the step before
     duration_s: float  # from the report of the step before (or the launch) to this step's
+    accept_s: float = 0.0  # of verify_s: sampling and acceptance
 
 
 def indptr(lens: I32) -> I32:

@@ -13,6 +13,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from typing import Protocol
 
+from specd.account import Account
 from specd.log import get_logger
 from specd.sdnotify import Notifier
 from specd.server.admin.protocol import AdminEngine
@@ -29,6 +30,8 @@ log = get_logger("daemon")
 
 class DaemonEngine(AdminEngine, Protocol):
     """What the daemon needs beyond the view of its sockets: `specd.engine.Engine`, or a fake in tests."""
+
+    account: Account
 
     async def close(self) -> None:
         """Ends what still runs (each stream gets its last delta) and frees everything."""

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers.pre_tokenizers import ByteLevel
 
 from specd.detokenizer import Detokenizer, LeadingSpace, PaddedTokens, StopMatcher
 from specd.errors import ModelError, RequestError
 from specd.pretokenizer import TURN_ENDS, build_backend, select
+from specd.token_bound import byte_alphabet, token_bound
 
 __all__ = ["Detokenizer", "LeadingSpace", "PaddedTokens", "RenderedChat", "StopMatcher", "Tokenizer", "compile_any"]
 
@@ -67,6 +67,7 @@ class Tokenizer:
         self._special_pattern = compile_any(self._special)
         self._bytes, self.leading_space = _byte_table(backend)
         self.vocab_size = len(self._bytes)
+        self.bound = token_bound(backend, self._bytes)
         self.special_ids = frozenset(i for i, _ in self._special.values())
         self.special_tokens = tuple(self._special)
         self.eos_ids = eos_ids
@@ -106,7 +107,10 @@ class Tokenizer:
         try:
             loaded = AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
         except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
-            raise ModelError(f"the tokenizer in {path} cannot be loaded: {error}") from error
+            if not any(path.glob("*token*")):
+                raise ModelError(f"{path}: holds no tokenizer (tokenizer.json)") from error
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise ModelError(f"{path}: its tokenizer cannot be loaded ({type(error).__name__}): {reason}") from error
         backend = getattr(loaded, "backend_tokenizer", None)
         if not isinstance(backend, tokenizers.Tokenizer):
             raise ModelError(f"the tokenizer in {path} ({type(loaded).__name__}) has no tokenizers backend")
@@ -183,7 +187,7 @@ class Tokenizer:
             else:
                 backend = self._backend if start == 0 else self._continuation
                 # encode_batch, because it alone lets go of the GIL: a long text must not stop the event loop.
-                piece = text[start:end].translate(masked)
+                piece = text[start:end].translate(masked) if masked else text[start:end]
                 ids += backend.encode_batch([piece], add_special_tokens=False)[0].ids
         if add_special and self.add_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
             ids.insert(0, self.bos_id)
@@ -297,16 +301,7 @@ def _byte_table(backend: tokenizers.Tokenizer) -> tuple[list[bytes], LeadingSpac
     return table, leading
 
 
-def _byte_characters() -> dict[str, int]:
-    """GPT-2's map: printable bytes are their own character, the others U+0100 and up, in order."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    table = {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
-    assert table.keys() == set(ByteLevel.alphabet())
-    return table
-
-
-_BYTES = _byte_characters()
+_BYTES = byte_alphabet()
 
 
 def _byte_level(token: str) -> bytes:

@@ -14,6 +14,7 @@ from typing import Any
 import aiohttp
 import uvloop
 
+from specd.account import Account
 from specd.config import AdminConfig, Config, ServerConfig
 from specd.daemon import serve
 from specd.errors import DrainingError, SpecdError
@@ -68,6 +69,7 @@ class FakeEngine(Controls):
 
     def __init__(self, pending: int = 0) -> None:
         self.info = INFO
+        self.account = Account()
         self.tokenizer: Any = SimpleNamespace(chat_template=None)
         self.changes: dict[str, Any] = {"accepted_requests": pending, "running": pending}
         self.state = EngineState.READY

@@ -19,7 +19,7 @@ from specd.bench.load import Load, describe, num_requests, run_load
 from specd.bench.prompts import SETS, built_in, read_prompts
 from specd.bench.report import compare, percentile, render, summarise
 from specd.commands.bench import _load, _without_key
-from specd.errors import ConfigError, SpecdError
+from specd.errors import ConfigError, SpecdError, UsageError
 
 PROMPTS = built_in("all")
 
@@ -196,12 +196,13 @@ def parse(*words: str) -> argparse.Namespace:
 
 def test_only_this_machine_unless_allowed() -> None:
     for url in ("http://10.0.0.1:8000", "http://example.com", "http://127.0.0.1.example.com:80", "nonsense"):
-        with pytest.raises(ConfigError, match="--url"):
+        with pytest.raises(UsageError, match="--url"):
             _load(parse("--url", url))
     assert _load(parse("--url", "http://10.0.0.1:8000", "--allow-remote")).url == "http://10.0.0.1:8000"
     assert _load(parse("--url", "http://[::1]:8000")).concurrency == 1
-    with pytest.raises(ConfigError, match="--concurrency 0"):
+    with pytest.raises(UsageError, match="--concurrency 0"):
         _load(parse("--concurrency", "0"))
+    assert cli.main(["bench", "--requests", "0"]) == 2
 
 
 async def test_the_command_writes_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

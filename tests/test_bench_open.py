@@ -21,7 +21,7 @@ from specd.bench.prompts import built_in
 from specd.bench.report import render
 from specd.bench.search import Search, Trial, find_rate
 from specd.commands.bench import _load
-from specd.errors import ConfigError, OverloadedError, QueueFullError
+from specd.errors import OverloadedError, QueueFullError, UsageError
 from tests.fake_engine import FakeEngine, Script
 from tests.http_server import serve
 from tests.test_bench import parse
@@ -58,7 +58,7 @@ def test_constant_arrivals_and_their_end() -> None:
     few = Arrivals(4, pattern="constant", duration_s=1, warmup_s=0.5, most=3).schedule()
     assert few == [0, 0.25, 0.5, 0.75, 1.0], "the warm-up is beside them"
     assert Arrivals(0.1, pattern="constant", duration_s=1, warmup_s=1).schedule() == [0, 1], "one that counts"
-    with pytest.raises(ConfigError, match="more than"):
+    with pytest.raises(UsageError, match="more than"):
         Arrivals(1e6, duration_s=60).schedule()
 
 
@@ -130,7 +130,7 @@ def test_an_objective_is_read_or_refused_with_its_words() -> None:
         ("ttft=1s,ttft=2s", "twice"),
         ("ttft=-1s", "write"),
     ):
-        with pytest.raises(ConfigError, match=words):
+        with pytest.raises(UsageError, match=words):
             Slo.parse(text)
 
 
@@ -247,10 +247,20 @@ async def test_a_rate_is_found_over_http(tmp_path: Path, capsys: pytest.CaptureF
         assert all(not trial["holds"] for trial in report["search"]["trials"])
         words[words.index("5000")] = "10"
         assert await main("ttft=20s") == 0
+        rate = json.loads(file.read_text())["search"]["rate"]
+        said = capsys.readouterr().out.rpartition("found: ")[2]
+        assert said.startswith(f"{rate:.2f} (")
+        assert "--grace-period" not in said
+        words[words.index("9")] = "0"
+        kept = file.read_text()
+        assert await main("ttft=20s") == 1
+        found = capsys.readouterr().out.rpartition("found: none")[2]
+        assert "--grace-period is too short: at " in found
+        file.write_text(kept)
     report = json.loads(file.read_text())
     assert report["search"]["rate"] == report["arrivals"]["rate"]
     assert report["summary"]["auto"]["goodput"]["share"] == 1
-    assert f"found: {report['search']['rate']:.2f}" in capsys.readouterr().out
+    assert report["summary"]["auto"]["errors_by_kind"] == {}
 
 
 def test_options_that_contradict_are_refused() -> None:
@@ -268,7 +278,7 @@ def test_options_that_contradict_are_refused() -> None:
         ("--rate 1e9", "more than 1,000,000 requests"),
         ("--slo e2e=1", "--slo 'e2e=1'"),
     ):
-        with pytest.raises(ConfigError, match=message):
+        with pytest.raises(UsageError, match=message):
             _load(parse(*words.split()))
 
 

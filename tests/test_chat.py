@@ -10,9 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from specd.config import ChatConfig
 from specd.errors import ModelError, RequestError
 from specd.models.gguf import read_metadata
-from specd.server.chat import ChatTemplate, render
+from specd.server.chat import ChatTemplate, ChatTooLongError, render
+from specd.server.context import Room
+from specd.server.prompts import chat_prompts
 from specd.text import Tokenizer
 from tests.test_text import SPECIAL, gguf_metadata
 
@@ -275,3 +278,26 @@ def test_real_models_template(real_model_path: Path) -> None:
     ids = tokenizer.encode_chat(chat)
     assert [i for i in ids if i in tokenizer.special_ids] == [1, 2, 1, 2, 1]
     assert tokenizer.decode(ids, skip_special=False) == chat.plain
+
+
+@given(pieces=st.lists(st.sampled_from([*SPECIAL, SPECIAL[0][:3], "<", "a", "\n", "é", "<|<|"]), max_size=12))
+def test_a_long_text_is_masked_slice_by_slice(pieces: list[str]) -> None:
+    """Wherever a slice ends."""
+    chat = template().render(user("".join(pieces)))
+    for size in (1, 2, 5):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("specd.server.chat._SLICE", size)
+            assert template().render(user("".join(pieces))) == chat
+
+
+def test_a_text_that_is_too_long_is_told_with_what_there_is() -> None:
+    small = template(max_chars=100)
+    for messages in (user("x" * 101), user("x" * 90)):  # by itself, or with what the template adds
+        with pytest.raises(ChatTooLongError, match="longer than 100 characters") as caught:
+            small.render(messages)
+        assert len(caught.value.begun.plain) > 80
+        assert (caught.value.code, caught.value.param) == ("template_error", "messages")
+        values = {"messages": messages}
+        room = Room(2, param="messages")
+        with pytest.raises(RequestError, match="maximum context length is 2 tokens, but the prompt has at least"):
+            chat_prompts(values, TOKENIZER, small, ChatConfig(), room=room)

@@ -20,7 +20,7 @@ from specd.commands.settings import load_settings
 from specd.commands.tables import table
 from specd.config import Config
 from specd.detokenizer import LeadingSpace
-from specd.errors import AddressInUseError, ConfigError, EngineError, FetchError, ModelError, SpecdError
+from specd.errors import AddressInUseError, EngineError, FetchError, ModelError, SpecdError, UsageError
 from specd.request import FinishReason, Request, SequenceDelta, SequenceStats, TokenOrigin
 from tests.daemons import INFO
 
@@ -82,7 +82,7 @@ def test_text_flags_are_never_read_as_toml() -> None:
         (["serve", "--set", "server.prot=1"], "did you mean server.port?"),
         (["check", "--max-draft", "0"], "--max-draft: speculation.max_draft = 0"),
         (["generate", "--config", "/no/such.toml", "hi"], "/no/such.toml"),
-        (["generate", "a", "b", "c"], "quote the prompt"),
+        (["serve", "--draft", "nonsense"], "--draft: speculation.draft: 'nonsense' is no drafter"),
     ],
 )
 def test_wrong_settings_exit_78(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -94,6 +94,26 @@ def test_wrong_usage_exits_2() -> None:
     for words in (["serve", "--nonsense"], [], ["ctl"], ["fetch"], ["generate", "x", "--port", "1"]):
         with pytest.raises(SystemExit, match="2"):
             cli.main(words)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["generate", "a", "b", "c"], "quote the prompt"),
+        (["bench", "--find-rate"], "needs an objective"),
+        (["train", "mtp", "m", "--shards", "s", "-o", "o", "--lr", "0"], "--lr 0.0: must be above 0"),
+        (["ctl", "abort"], "give ids"),
+    ],
+)
+def test_what_argparse_cannot_see_is_wrong_usage_too(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(words) == 2
+    said = capsys.readouterr().err
+    command = " ".join(words[:2]) if words[0] in ("train", "ctl") else words[0]
+    assert said.startswith(f"usage: specd {command} ")
+    assert f"specd {command}: error: " in said
+    assert message in said
 
 
 @pytest.mark.parametrize(
@@ -364,5 +384,5 @@ def test_the_words_of_generate() -> None:
     args = argparse.Namespace(words=["m", "p"])
     assert generate._split_words(args) == "p"
     assert args.model == "m"
-    with pytest.raises(ConfigError):
+    with pytest.raises(UsageError):
         generate._split_words(argparse.Namespace(words=["m", "p", "q"]))

@@ -15,7 +15,7 @@ import pytest
 import structlog
 
 from specd import cli
-from specd.commands import ctl_top
+from specd.commands import ctl_status, ctl_top
 from specd.commands.ctl import _VERBS
 from specd.commands.ctl_client import Client
 from specd.config import Config, ServerConfig
@@ -86,8 +86,8 @@ def test_requests(served: Served, capsys: pytest.CaptureFixture[str]) -> None:
     assert served.ctl("abort", "resp_a", "b") == 0
     assert capsys.readouterr().err == ""
     assert served.engine.aborted == ["chatcmpl-a#0.0", "b"]
-    assert served.ctl("abort") == 1
-    assert "missing_parameter" in capsys.readouterr().err
+    assert served.ctl("abort") == 2
+    assert "give ids" in capsys.readouterr().err
     assert served.ctl("abort", "--older-than", "0.1") == 0
     assert served.engine.live == {}
 
@@ -139,6 +139,12 @@ def test_keys(served: Served, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_reload(served: Served, capsys: pytest.CaptureFixture[str]) -> None:
+    assert served.ctl("reload") == 0
+    assert out(capsys).startswith("nothing changed")
+    assert served.ctl("reload", "--dry-run") == 0
+    assert out(capsys).startswith("nothing would change")
+    assert served.ctl("reload", "--json") == 0
+    assert json.loads(out(capsys)) == {"dry_run": False, "applied": {}, "needs_restart": {}}
     served.desk.reread = lambda: Config(server=ServerConfig(max_stop=9, port=1))
     assert served.ctl("reload", "--dry-run") == 0
     assert "needs_restart.server.port.to" in out(capsys)
@@ -162,6 +168,10 @@ def test_files(served: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert ";" in stack
     assert int(count) > 0
     assert served.ctl("profile", "heap", "--seconds", "0.05") == 0
+    assert served.ctl("profile", "torch", "--seconds", "0.05", "--json") == 0
+    said = capsys.readouterr()
+    assert isinstance(json.loads(said.out.splitlines()[-1])["operations"], list)
+    assert "no operations of PyTorch" in said.err
     assert served.ctl("profile", "--seconds", "0") == 1
 
 
@@ -169,6 +179,29 @@ def test_selftest(served: Served, capsys: pytest.CaptureFixture[str]) -> None:
     """The scripted engine says the same either way, and claims to have drafted; its texts stop early: a fault."""
     assert served.ctl("selftest") == 1
     assert "self-test ended with" in capsys.readouterr().err
+
+
+def test_status_is_for_people(served: Served, capsys: pytest.CaptureFixture[str]) -> None:
+    counts = [0, 90, 10, 0]
+    stages = {"verify": {"bounds": [0.01, 0.02, 0.1], "counts": counts, "total": 2.0}}
+    sizes = {"bounds": [1, 8], "counts": [0, 0, 100], "total": 1600}
+    stats = {"drafts": {"ngram": 4}, "draft_tokens": {"ngram": 8, "mtp": 0}, "accepted_tokens": {"ngram": 6}}
+    more = {"accepted_per_position": [4, 2], "drafted_per_position": [4, 4], "stages": stages, "step_tokens": sizes}
+    shown = ctl_status.render({"state": "ready", "stats": {"steps": 100, **stats, **more}})
+    assert "bounds" not in shown
+    assert [
+        line.split() for line in shown.split("\n") if line.startswith(("stage", "verify", "all", "ngram", "2 "))
+    ] == [
+        ["stage", "count", "mean_ms", "p50_ms", "p90_ms", "p99_ms"],
+        ["verify", "100", "20", "15.556", "20", "92"],
+        ["all", "100", "16", "above", "8", "above", "8", "above", "8"],
+        ["ngram", "4", "8", "6", "0.75", "2.5"],
+        ["2", "4", "2", "0.5"],
+    ]
+    assert served.ctl("status") == 0
+    assert "stats.accepted_requests" in out(capsys)
+    assert served.ctl("status", "--json") == 0
+    assert "stages" in json.loads(out(capsys))["stats"]
 
 
 def test_top_and_events_when_piped(served: Served, capsys: pytest.CaptureFixture[str]) -> None:
@@ -196,6 +229,27 @@ def test_the_screen_fits(served: Served) -> None:
     assert len(lines) == 12
     assert max(map(len, lines)) <= 60
     assert any("changed: pause" in line for line in lines)
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 200])
+def test_headings_are_whole_whatever_the_width(served: Served, width: int) -> None:
+    name = "chatcmpl-0123456789abcdef0123456789abcdef#0.0"
+    served.engine.start(name)
+    events = Client(served.path).events(0.1)
+    next(events)
+    snapshot = next(events)
+    lines = ctl_top.screen(snapshot, [], width=width, height=100).split("\n")
+    assert max(map(len, lines)) <= width
+    (heading,) = [line for line in lines if line.startswith("request ")]
+    heads = ["request", "state", "age s", "prompt", "output", "pages", "k", "kept"]
+    shown = [head for head in heads if f" {head} " in f" {heading} "]
+    assert shown == heads[: len(shown)]
+    assert len(shown) >= (8 if width >= 80 else 3)
+    row = lines[lines.index(heading) + 1].split()
+    assert name.startswith(row[0].removesuffix("\N{HORIZONTAL ELLIPSIS}"))
+    assert (row[0] == name) == (width == 200)
+    words = {word.strip(",") for word in " ".join(lines).split()}
+    assert words >= {"tokens/s", "steps/s", "lag", "waiting", "aborted", "live", "cached"}, "nothing is cut"
 
 
 def test_a_daemon_that_ends_before_it_is_measured() -> None:

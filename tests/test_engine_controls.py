@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from specd.engine import Engine
-from specd.errors import AdminAbortedError, DrainingError, RequestError
+from specd.errors import AdminAbortedError, DrainingError, EngineError, RequestError
 from specd.pipeline.draft_length import AdaptiveLength
 from specd.request import FinishReason, Request, SequenceDelta
 from specd.selfcheck import compare_with_plain
@@ -191,6 +191,32 @@ async def test_selftest_compares_and_leaves_nothing() -> None:
         found = await compare_with_plain(engine.submit, engine.info, engine.tokenizer)
         assert all(comparison.identical and comparison.drafted for comparison in found)
         assert engine.stats().live_requests == 0
+
+
+@pytest.mark.parametrize("draft", ["lm", "ngram"])
+async def test_selftest_drafts_though_drafting_was_given_up(draft: str) -> None:
+    """Others draft no more than the policy lets them, then as before."""
+    async with running(make_parts(draft=draft, draft_len="adaptive", max_len=128)) as engine:
+        engine.set_draft_length(0)
+        stream = engine.submit(ask("other", PROMPT, max_tokens=TOKENS))
+        found = await compare_with_plain(engine.submit, engine.info, engine.tokenizer)
+        last = [delta async for delta in stream][-1]
+    assert all(comparison.identical and comparison.drafted >= 32 for comparison in found)
+    assert last.stats is not None
+    assert last.stats.num_draft_tokens == 0
+
+
+async def test_selftest_needs_somebody_who_drafts() -> None:
+    async with running(make_parts(draft="none", max_len=128)) as engine:
+        with pytest.raises(RequestError, match="nothing drafts here"):
+            await compare_with_plain(engine.submit, engine.info, engine.tokenizer)
+
+
+async def test_selftest_fails_where_nothing_could_be_drafted() -> None:
+    async with running(make_parts(draft="lm", max_len=128)) as engine:
+        engine._scheduler.give_up_drafter()
+        with pytest.raises(EngineError, match="made no draft for any prompt"):
+            await compare_with_plain(engine.submit, engine.info, engine.tokenizer)
 
 
 async def test_selftest_sees_another_text() -> None:

@@ -95,9 +95,13 @@ def test_an_alias_is_fetched_once(index: Index) -> None:
 
 def test_offline_starts_nothing(index: Index) -> None:
     index.serve()
-    with pytest.raises(FetchError, match="offline") as caught:
+    with pytest.raises(ModelError, match="offline") as caught:
         fetch.resolve("pretend", offline=True)
     assert "specd fetch pretend" in str(caught.value)
+    assert caught.type is ModelError  # not a FetchError: another try would not change it
+    assert fetch.look_up("pretend") is None, "it would be downloaded"
+    with pytest.raises(ModelError, match="offline"):
+        fetch.look_up("pretend", offline=True)
     assert index.runs == []
 
 
@@ -258,11 +262,18 @@ def test_files_and_folders_are_themselves(tmp_path: Path, index: Index) -> None:
         fetch.resolve(str(pickled))
 
 
-@pytest.mark.parametrize("name", ["smolm2-135m", "./gone.gguf", "org/gone.gguf", "/no/such/folder", "a/b/c", ""])
+@pytest.mark.parametrize("name", ["smolm2-135m", "a/b/c", ""])
 def test_unknown_names_list_the_aliases(name: str, index: Index) -> None:
     with pytest.raises(ModelError, match="aliases are: pretend") as caught:
         fetch.resolve(name)
     assert caught.type is ModelError  # not a FetchError: trying again would not help
+
+
+@pytest.mark.parametrize("name", ["./gone.gguf", "org/gone.gguf", "/no/such/folder", "~/none"])
+def test_paths_that_lead_nowhere(name: str, index: Index) -> None:
+    with pytest.raises(ModelError, match=f"^{name}: no such file or folder$") as caught:
+        fetch.resolve(name)
+    assert caught.type is ModelError
 
 
 def test_a_revision_is_for_hub_ids(tmp_path: Path, index: Index) -> None:
@@ -290,12 +301,29 @@ def test_a_hub_id_asks_for_what_is_read_and_nothing_else(
 
 
 def test_a_hub_id_that_cannot_be_had(index: Index, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
     import huggingface_hub.constants
+    from huggingface_hub.errors import RepositoryNotFoundError
 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    advice = r"specd fetch org/name` .*specd serve FILE"
     for offline in (True, False):  # the tests run with the hub switched off either way
-        with pytest.raises(FetchError, match=r"org/name.*specd fetch org/name.*specd serve FILE"):
+        with pytest.raises(ModelError, match=rf"org/name.*not in the hub's cache .*{advice}") as caught:
             fetch.resolve("org/name", offline=offline)
+        assert caught.type is ModelError
+
+    def snapshot_download(*_: Any, **__: Any) -> str:
+        raise error
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    error: Exception = OSError("no route.\nmore")
+    with pytest.raises(FetchError, match=rf"could not be had from the hub: no route\. Run `{advice}"):
+        fetch.resolve("org/name")
+    error = RepositoryNotFoundError.__new__(RepositoryNotFoundError)
+    with pytest.raises(ModelError, match=rf"the hub has no such model.*{advice}") as caught:
+        fetch.resolve("org/name")
+    assert caught.type is ModelError
 
 
 def test_the_default_alias_is_pinned() -> None:

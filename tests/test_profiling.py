@@ -7,6 +7,7 @@ import threading
 import tracemalloc
 
 import pytest
+import torch
 
 from specd.errors import RequestError
 from specd.profiling import profile
@@ -50,6 +51,30 @@ async def test_what_is_allocated_and_stays() -> None:
     assert first["bytes"] >= 3_000_000
     assert "tests/test_profiling.py:" in first["line"]
     assert found["peak_bytes"] >= first["bytes"]
+
+
+async def test_which_operations_take_time() -> None:
+    """On a thread that was there before; what is inside another operation counts in its total alone."""
+    until = threading.Event()
+
+    def compute() -> None:
+        matrix = torch.ones(64, 64)
+        while not until.is_set():
+            torch.nn.functional.linear(matrix, matrix)
+
+    thread = threading.Thread(target=compute)
+    thread.start()
+    try:
+        found = await profile("torch", 0.15)
+    finally:
+        until.set()
+        thread.join()
+    rows = {row["operation"]: row for row in found["operations"]}
+    outer, inner = rows["aten::linear"], rows["aten::mm"]
+    assert outer["calls"] > 3
+    assert outer["total_ms"] > outer["self_ms"] + 0.5 * inner["total_ms"] > 0
+    assert 0 < inner["self_ms"] <= inner["total_ms"]
+    assert 0 < found["looked_s"] <= 0.16
 
 
 async def test_one_at_a_time() -> None:

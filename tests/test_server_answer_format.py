@@ -53,7 +53,7 @@ async def test_what_the_answer_must_be(path: str, fields: dict[str, Any], gramma
     ("path", "fields", "word"),
     [
         (RESPONSES, {"text": "json"}, "'text'"),
-        (RESPONSES, {"text": {"style": 1}}, "'text.style'"),
+        (RESPONSES, {"text": {"verbosity": "low"}}, "'text.verbosity'"),
         (RESPONSES, text(name="a"), "'text.format.type'"),
         (RESPONSES, text(type="xml"), "'text.format.type'"),
         (RESPONSES, text(type="text", name="a"), "'text.format.name'"),

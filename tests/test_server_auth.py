@@ -49,6 +49,24 @@ async def test_keys(tmp_path: Path) -> None:
     assert all(salts)
 
 
+async def test_a_client_s_own_salt_narrows_what_its_key_shares(tmp_path: Path) -> None:
+    engine = FakeEngine()
+    async with serve(engine, api_keys_file=write_keys(tmp_path, "first\nsecond\n")) as client:
+        for key in ("first", "second"):
+            for salt in ("a", "b", "a"):
+                headers = {"Authorization": f"Bearer {key}"}
+                reply = await client.post("/v1/completions", {"prompt": "a", "cache_salt": salt}, headers=headers)
+                assert reply.status == 200
+        for bad in ("", "s" * 1025, 3):
+            body = {"prompt": "a", "cache_salt": bad}
+            reply = await client.post("/v1/completions", body, headers={"Authorization": "Bearer first"})
+            assert (reply.status, reply.error["param"]) == (400, "cache_salt")
+    salts = [request.cache_salt for request in engine.requests_seen]
+    assert (salts[0], salts[3]) == (salts[2], salts[5])
+    assert len(set(salts)) == 4
+    assert len({request.tenant for request in engine.requests_seen}) == 2, "the share of the queue is the key's"
+
+
 def test_key_files_that_do_not_work(tmp_path: Path) -> None:
     for text in ("", "# nothing\n", "sha256:zz\n", "sha256:00\n"):
         with pytest.raises(ConfigError):

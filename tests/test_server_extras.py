@@ -131,3 +131,31 @@ async def test_contradictions_are_refused(fields: dict[str, Any], code: str, par
     async with serve(FakeEngine()) as client:
         reply = await client.chat(**fields)
         assert (reply.status, reply.error["code"], reply.error["param"]) == (400, code, param)
+
+
+async def test_speculation_by_sglang_s_names() -> None:
+    async with serve(FakeEngine()) as client:
+        plain = await client.chat()
+        whole = await client.chat(return_spec_tokens_details=True, n=2)
+        events = (await client.complete(return_spec_tokens_details=True, stream=True)).events
+        alone = await client.chat(return_spec_tokens_details=True, speculation={"detail": "none"})
+    assert "sglext" not in plain.body
+    for body in (*whole.body["choices"], events[-1]):
+        told, ours = body["sglext"]["spec_tokens_details"], body["metrics"]["speculative_decoding"]
+        assert told["spec_accept_length"] == ours["mean_acceptance_length"] == 2.5
+        assert told["spec_accept_rate"] == told["spec_num_correct_drafts"] / told["spec_num_proposed_drafts"]
+        assert sum(told["spec_correct_drafts_histogram"]) == told["spec_verify_ct"] == ours["num_spec_steps"]
+    assert alone.body.keys() >= {"sglext"}
+    assert "metrics" not in alone.body
+
+
+async def test_every_answer_of_the_application_says_how_long_it_took() -> None:
+    async with serve(FakeEngine()) as client:
+        replies = [
+            await client.get("/v1/models"),
+            await client.get("/nowhere"),
+            await client.chat(),
+            await client.chat(n=0),
+        ]
+    assert [reply.status for reply in replies] == [200, 404, 200, 400]
+    assert all(int(reply.headers["openai-processing-ms"]) >= 0 for reply in replies)

@@ -77,6 +77,10 @@ async def test_fields_of_the_queue() -> None:
         headers = {"x-request-timeout": "2.5"}
         assert (await client.post("/v1/completions", PROMPT, headers=headers)).status == 200
         assert engine.requests_seen[-1].timeout_s == 2.5
+        for header, field, least in ((None, 3, 3.0), ("2.5", 0.5, 0.5), ("2.5", 4.0, 2.5)):
+            headers = {} if header is None else {"x-request-timeout": header}
+            assert (await client.post("/v1/completions", {**PROMPT, "timeout": field}, headers=headers)).status == 200
+            assert engine.requests_seen[-1].timeout_s == least
         for value in ("0", "-1", "soon", "nan", "inf", "86401", ""):
             reply = await client.post("/v1/completions", PROMPT, headers={"x-request-timeout": value})
             assert (reply.status, reply.error["param"], reply.error["code"]) == (

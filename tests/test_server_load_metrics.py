@@ -96,7 +96,8 @@ async def test_a_real_engine_measures_its_stages() -> None:
     async with running(make_parts(draft="layers", draft_len=3)) as engine:
         await generate(engine, [ask("a", [5, 6, 7], max_tokens=12)])
         stats = engine.stats()
-    assert set(stats.stages) == {"schedule", "draft", "verify", "refill", "step"}
+    stages = {"schedule", "draft", "verify", "accept", "refill", "commit", "detokenize", "step"}
+    assert set(stats.stages) == stages
     for name, stage in stats.stages.items():
         assert 0 < sum(stage.counts) <= stats.steps, name
         assert stage.total > 0, name

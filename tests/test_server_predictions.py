@@ -32,7 +32,6 @@ WRONG: list[tuple[Any, str, str]] = [
         "out_of_range",
         "prediction.content[0].type",
     ),
-    ({"type": "content", "content": "x", "more": 1}, "unknown_parameter", "prediction.more"),
     ({"type": "content", "content": "x" * 513}, "context_length_exceeded", "prediction.content"),
 ]
 

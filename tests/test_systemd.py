@@ -13,6 +13,7 @@ import pytest
 from specd import cli
 from specd.config import Config
 from specd.daemon import EXIT_CONFIG, EXIT_CUT_OFF
+from specd.journal import journal_path
 
 UNITS = Path(__file__).parents[1] / "systemd"
 
@@ -79,6 +80,13 @@ def test_reload_asks_the_instance() -> None:
     assert cli.build_parser().parse_args(setting("ExecReload").split()[1:]).verb == "reload"
 
 
+def test_each_instance_has_a_place_for_its_journal() -> None:
+    """ProtectSystem=strict leaves nothing else to write to; of the instance, for two daemons cannot share one."""
+    assert (setting("StateDirectory"), setting("StateDirectoryMode")) == ("specd/%i", "0700")
+    path = journal_path(Config().server.journal, {"STATE_DIRECTORY": "/var/lib/specd/chat"})
+    assert path == Path("/var/lib/specd/chat/requests.journal")
+
+
 def test_threads_may_be_pinned() -> None:
     """@resources is in @system-service and is not taken out again; the control socket may be given to a group."""
     assert settings("SystemCallFilter") == ["@system-service", "~@privileged", "@chown"]
@@ -86,9 +94,18 @@ def test_threads_may_be_pinned() -> None:
 
 def test_limits_agree_with_the_daemon() -> None:
     assert int(setting("TimeoutStopSec")) > Config().server.drain_timeout_s
-    assert int(setting("RestartPreventExitStatus")) == EXIT_CONFIG
+    assert setting("RestartPreventExitStatus").split() == ["2", str(EXIT_CONFIG)]
     assert int(setting("SuccessExitStatus")) == EXIT_CUT_OFF
     assert setting("Type") == "notify"
+
+
+def test_the_configuration_stays_as_private_as_it_was_made() -> None:
+    """systemd sets the mode at each start: it must be the one of tmpfiles.d, where keys may lie."""
+    (line,) = [
+        line for line in (UNITS / "specd.tmpfiles.conf").read_text().splitlines() if line.startswith("d /etc/specd")
+    ]
+    assert setting("ConfigurationDirectory") == "specd"
+    assert setting("ConfigurationDirectoryMode") == line.split()[2] == "0750"
 
 
 def test_downloads_go_where_the_daemon_may_write() -> None:

@@ -298,7 +298,7 @@ def test_named_templates_of_a_folder(tmp_path: Path) -> None:
 
 
 def test_folder_without_tokenizer_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="cannot be loaded"):
+    with pytest.raises(ModelError, match="holds no tokenizer"):
         Tokenizer.from_folder(tmp_path)
 
 

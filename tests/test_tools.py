@@ -275,7 +275,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": [{"type": "function", "function": {}}]}, "missing_parameter", "tools[0].function.name"),
     ({"tools": [tool(name="a b")]}, "out_of_range", "tools[0].function.name"),
     ({"tools": [tool(name="x" * 65)]}, "out_of_range", "tools[0].function.name"),
-    ({"tools": [tool(colour="red")]}, "unknown_parameter", "tools[0].function.colour"),
+    ({"tools": [{**tool(), "input_examples": [{}]}]}, "unsupported_parameter", "tools[0].input_examples"),
     ({"tools": [tool(), tool()]}, "invalid_value", "tools[1].function.name"),
     ({"tools": [tool(parameters=[])]}, "invalid_type", "tools[0].function.parameters"),
     ({"tools": [tool(parameters={"type": "string"})]}, "out_of_range", "tools[0].function.parameters.type"),

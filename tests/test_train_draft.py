@@ -254,7 +254,7 @@ def test_the_command(settings: DraftSettings, capsys: pytest.CaptureFixture[str]
     ]
     assert main([*words, "--layers", "6"]) == 78
     assert "--layers 6: model has 6; give fewer" in capsys.readouterr().err
-    assert main([*words, "--layers", "0"]) == 78
+    assert main([*words, "--layers", "0"]) == 2
     assert "--layers 0: must be at least 1" in capsys.readouterr().err
     assert main([*words, "--layers", "1", "--stop-after", "2", "--precision", "bf16"]) == 0
     assert "drafts kept of 3" in capsys.readouterr().out

@@ -260,5 +260,5 @@ def test_the_command(places: tuple[Path, Path, Path], tmp_path: Path, capsys: py
     assert "has no figures.held_out" in capsys.readouterr().err
     assert main([*words, "--head", str(head), "--depth", "65"]) == 78
     assert "--depth 65: mtp:head drafts at most 64 tokens" in capsys.readouterr().err
-    assert main([*words, "--head", str(head), "--depth", "0"]) == 78
+    assert main([*words, "--head", str(head), "--depth", "0"]) == 2
     assert "--depth 0: must be at least 1" in capsys.readouterr().err

@@ -18,7 +18,7 @@ from typing import Any
 
 from specd.bench.client import Sample
 from specd.bench.report import percentile
-from specd.errors import ConfigError
+from specd.errors import UsageError
 
 
 def _first(sample: Sample) -> float | None:
@@ -51,17 +51,17 @@ class Slo:
 
     @classmethod
     def parse(cls, text: str) -> Slo:
-        """`ttft=200ms,itl=50ms,e2e=3s`. Raises ConfigError."""
+        """`ttft=200ms,itl=50ms,e2e=3s`. Raises UsageError."""
         limits: dict[str, float] = {}
         for part in text.split(","):
             match = _LIMIT.fullmatch(part.strip())
             if match is None:
-                raise ConfigError(f"--slo {part.strip()!r}: write NAME=TIME with a unit, such as ttft=200ms or e2e=3s")
+                raise UsageError(f"--slo {part.strip()!r}: write NAME=TIME with a unit, such as ttft=200ms or e2e=3s")
             name, value, unit = match.groups()
             if name not in TIMES:
-                raise ConfigError(f"--slo {name!r}: not one of {', '.join(TIMES)}")
+                raise UsageError(f"--slo {name!r}: not one of {', '.join(TIMES)}")
             if name in limits:
-                raise ConfigError(f"--slo {name!r}: given twice")
+                raise UsageError(f"--slo {name!r}: given twice")
             limits[name] = float(value) * _UNITS[unit]
         return cls(MappingProxyType(limits))
 

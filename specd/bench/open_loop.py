@@ -20,7 +20,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Literal
 
 from specd.bench.client import UNFINISHED, Sample
-from specd.errors import ConfigError
+from specd.errors import UsageError
 
 MOST_ARRIVALS = 1_000_000
 
@@ -40,11 +40,11 @@ class Arrivals:
     def schedule(self) -> list[float]:
         """Seconds after the start, ascending; those of the warm-up included. At least one counts.
 
-        Raises ConfigError when they are too many.
+        Raises UsageError when they are too many.
         """
         end_s = self.warmup_s + self.duration_s
         if self.rate * end_s > MOST_ARRIVALS:
-            raise ConfigError(f"{self.rate:g} requests/s for {end_s:g} s: more than {MOST_ARRIVALS:,} requests")
+            raise UsageError(f"{self.rate:g} requests/s for {end_s:g} s: more than {MOST_ARRIVALS:,} requests")
         times = list(itertools.takewhile(lambda at: at < end_s, self._times()))
         warm = self.num_warm(times)
         if warm == len(times):

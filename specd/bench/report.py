@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from specd.bench.client import Sample
+from specd.bench.client import UNFINISHED, Sample
 
 MIN_ROUNDS = 5  # fewer rounds give no median worth the name
 
@@ -168,12 +168,26 @@ def _search(found: dict[str, Any]) -> str:
         figures = trial["figures"]
         state = "holds" if trial["holds"] else "given up" if figures["unsent"] else "does not hold"
         good = figures["goodput"]
-        lines.append(f"  {_number(trial['rate']):>8}  {state}, {good['good']} of {good['requests']} good")
+        late = figures["errors_by_kind"].get(UNFINISHED, 0)
+        words = f", {late} unfinished" if late else ""
+        lines.append(f"  {_number(trial['rate']):>8}  {state}, {good['good']} of {good['requests']} good{words}")
     rate, limit = found["rate"], found["limit"]
     end = "" if found["complete"] else ", when the time was over"
     above = "nothing higher was tried" if limit is None else f"{_number(limit)} does not hold"
     lines.append(f"found: {'none' if rate is None else _number(rate)} ({above}{end})")
+    if rate is None and (late := _cut_off(found)):
+        lines.append(f"--grace-period is too short: at {_number(late)} requests/s what had not ended in it decided")
     return "\n".join(lines)
+
+
+def _cut_off(found: dict[str, Any]) -> float | None:
+    """The lowest rate that was tried, if with more time for what was unfinished it might have held."""
+    trial = min(found["trials"], key=lambda trial: trial["rate"], default=None)
+    if trial is None:
+        return None
+    good, late = trial["figures"]["goodput"], trial["figures"]["errors_by_kind"].get(UNFINISHED, 0)
+    might = good["good"] + late >= found["target"] * good["requests"]
+    return float(trial["rate"]) if late and might else None
 
 
 def _percent(share: float | None) -> str:

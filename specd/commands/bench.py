@@ -22,7 +22,7 @@ from specd.bench.open_loop import MOST_ARRIVALS, Arrivals
 from specd.bench.prompts import built_in, read_prompts
 from specd.bench.report import machine, render
 from specd.bench.search import Search
-from specd.errors import ConfigError
+from specd.errors import UsageError
 from specd.listeners import is_loopback
 
 
@@ -66,19 +66,19 @@ _CLOSED_LOOP = {"concurrency": 1, "requests": 16}
 
 
 def _load(args: argparse.Namespace) -> Load:
-    """The checked arguments. Raises ConfigError."""
+    """The checked arguments. Raises UsageError."""
     host = urllib.parse.urlsplit(args.url).hostname
     if host is None:
-        raise ConfigError(f"--url {args.url!r}: write it as http://127.0.0.1:8000")
+        raise UsageError(f"--url {args.url!r}: write it as http://127.0.0.1:8000")
     if not is_loopback(host) and not args.allow_remote:
-        raise ConfigError(f"--url {args.url!r} is not this machine; --allow-remote puts load on other people's servers")
+        raise UsageError(f"--url {args.url!r} is not this machine; --allow-remote puts load on other people's servers")
     for name in ("concurrency", "requests", "max_tokens"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
-            raise ConfigError(f"{_option(name)} {getattr(args, name)}: must be at least 1")
+            raise UsageError(f"{_option(name)} {getattr(args, name)}: must be at least 1")
     arrivals = _arrivals(args)
     slo = Slo.parse(args.slo) if args.slo else None
     if args.find_rate and slo is None:
-        raise ConfigError("--find-rate: needs an objective, such as --slo ttft=200ms,itl=50ms")
+        raise UsageError("--find-rate: needs an objective, such as --slo ttft=200ms,itl=50ms")
     _refuse(args, _SEARCH, unless=args.find_rate, needs="--find-rate")
     closed = {name: getattr(args, name) or value for name, value in _CLOSED_LOOP.items()}
     return Load(
@@ -99,22 +99,22 @@ def _load(args: argparse.Namespace) -> Load:
 
 
 def _arrivals(args: argparse.Namespace) -> Arrivals | None:
-    """None without --rate and --find-rate. Raises ConfigError."""
+    """None without --rate and --find-rate. Raises UsageError."""
     is_open = args.rate is not None or args.find_rate
     _refuse(args, _OPEN_LOOP, unless=is_open, needs="--rate or --find-rate")
     if not is_open:
         return None
     for name in ("concurrency", "compare"):
         if getattr(args, name) is not None:
-            raise ConfigError(f"{_option(name)}: is of the closed loop; with --rate requests come by the clock")
+            raise UsageError(f"{_option(name)}: is of the closed loop; with --rate requests come by the clock")
     rate = 1.0 if args.rate is None else args.rate
     given = {name: _given(args, name, value) for name, value in _OPEN_LOOP.items()}
     for name, number in (("rate", rate), ("duration", given["duration"])):
         if not 0 < number < math.inf:
-            raise ConfigError(f"{_option(name)} {number:g}: must be above 0")
+            raise UsageError(f"{_option(name)} {number:g}: must be above 0")
     for name in ("warmup", "grace_period"):
         if not 0 <= given[name] < math.inf:
-            raise ConfigError(f"{_option(name)} {given[name]:g}: must not be negative")
+            raise UsageError(f"{_option(name)} {given[name]:g}: must not be negative")
     arrivals = Arrivals(
         rate,
         pattern=given["arrival_pattern"],
@@ -132,9 +132,9 @@ def _search(args: argparse.Namespace, arrivals: Arrivals) -> Search:
     target, most_s = (_given(args, name, value) for name, value in _SEARCH.items())
     trial_s = arrivals.warmup_s + arrivals.duration_s + arrivals.grace_s
     if not 0 < target <= 1:
-        raise ConfigError(f"--goodput-target {target:g}: must be above 0 and at most 1")
+        raise UsageError(f"--goodput-target {target:g}: must be above 0 and at most 1")
     if not trial_s <= most_s < math.inf:
-        raise ConfigError(f"--search-time {most_s:g}: one trial takes {trial_s:g} s (warm-up, duration, grace period)")
+        raise UsageError(f"--search-time {most_s:g}: one trial takes {trial_s:g} s (warm-up, duration, grace period)")
     highest = MOST_ARRIVALS / (arrivals.warmup_s + arrivals.duration_s)
     return Search(arrivals.rate, 1 / arrivals.duration_s, highest, trial_s, target=target, most_s=most_s)
 
@@ -146,7 +146,7 @@ def _given(args: argparse.Namespace, name: str, default: Any) -> Any:
 def _refuse(args: argparse.Namespace, names: Iterable[str], *, unless: bool, needs: str) -> None:
     for name in names:
         if getattr(args, name) is not None and not unless:
-            raise ConfigError(f"{_option(name)} {getattr(args, name)}: only with {needs}")
+            raise UsageError(f"{_option(name)} {getattr(args, name)}: only with {needs}")
 
 
 def _option(name: str) -> str:

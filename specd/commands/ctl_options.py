@@ -13,9 +13,10 @@ _LOOKING = ("status", "requests", "request", "events", "top", "trace", "dump", "
 
 
 def add_verbs(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--socket", help="path of the control socket; default: as configured")
-    parser.add_argument("--instance", help="the systemd instance NAME: /run/specd/NAME/admin.sock")
-    parser.add_argument("--config", type=Path, metavar="FILE", help="the daemon's configuration, for admin.socket")
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("--socket", help="path of the control socket; default: as configured")
+    where.add_argument("--instance", help="the systemd instance NAME: /run/specd/NAME/admin.sock")
+    where.add_argument("--config", type=Path, metavar="FILE", help="the daemon's configuration, for admin.socket")
     parser.add_argument("--json", action="store_true", help="print the reply as JSON")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     verbs.add_parser("status", help="what is served, its state, and counts since the start")
@@ -25,6 +26,7 @@ def add_verbs(parser: argparse.ArgumentParser) -> None:
     _add_settings(verbs)
     for name, verb in verbs.choices.items():
         _add_common(verb, changes=name not in _LOOKING)
+        verb.set_defaults(parser=verb)  # of whose usage an error tells
 
 
 def _add_common(verb: argparse.ArgumentParser, *, changes: bool) -> None:
@@ -51,8 +53,14 @@ def _add_looking(verbs: _Verbs) -> None:
     trace = verbs.add_parser("trace", help="the stage timeline as Chrome trace JSON (Perfetto, chrome://tracing)")
     trace.add_argument("--seconds", type=float, default=5.0, help="how far back (default 5)")
     dump = verbs.add_parser("dump", help="configuration, queues and stacks as JSON, for bug reports")
-    profile = verbs.add_parser("profile", help="where the daemon's Python code spends time, or memory")
-    profile.add_argument("kind", nargs="?", choices=("cpu", "heap"), default="cpu", help="default cpu")
+    profile = verbs.add_parser("profile", help="where the daemon spends time (Python, PyTorch), or memory")
+    profile.add_argument(
+        "kind",
+        nargs="?",
+        choices=("cpu", "torch", "heap"),
+        default="cpu",
+        help="cpu (default): Python by stacks; torch: PyTorch by operations; heap: memory by lines",
+    )
     profile.add_argument("--seconds", type=float, default=5.0, help="for so long (default 5, at most 300)")
     for verb in (trace, dump, profile):
         verb.add_argument("-o", "--output", type=Path, metavar="FILE", help="default: standard output")

@@ -21,7 +21,11 @@ _ENTER, _LEAVE, _HOME, _BELOW, _TO_END = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[
 _POLL_S = 0.1
 _BAR = 20  # characters
 _EVENTS = 3  # latest ones that are shown
-_ROW = ("request_id", "state", "age_s", "prompt_tokens", "output_tokens", "pages", "draft_len", "acceptance")
+_ROW = {  # of a request: what is shown, and its heading
+    "request_id": "request", "state": "state", "age_s": "age s", "prompt_tokens": "prompt", "output_tokens": "output",
+    "pages": "pages", "draft_len": "k", "acceptance": "kept",
+}  # fmt: skip
+_LEAST_ID = 12  # characters of a request's id that are shown at least
 
 
 def run(events: Iterator[dict[str, Any]], *, as_json: bool) -> int:
@@ -93,11 +97,12 @@ def _asked_to_leave() -> bool:
 
 
 def screen(snapshot: dict[str, Any], latest: list[dict[str, Any]], *, width: int, height: int) -> str:
-    """One snapshot as text: at most `height` lines of `width` characters."""
+    """One snapshot as text: at most `height` lines of `width` characters. What is too long goes on in the next line."""
     rates = snapshot["rates"] or {}
     pages, policy = snapshot["pages"], snapshot["speculation"]
     until = "" if policy["ttl_left_s"] is None else f", {cell(policy['ttl_left_s'])} s left"
     overridden = f" (overridden{until})" if policy["overridden"] else ""
+    speedup = "" if snapshot["speedup"] is None else f"  speed-up {snapshot['speedup']:.2f} (estimate)"
     used = pages["total"] - pages["free"]
     lines = [
         f"{snapshot['model']}  {snapshot['state']}  up {snapshot['uptime_s']:.0f} s  "
@@ -108,13 +113,27 @@ def screen(snapshot: dict[str, Any], latest: list[dict[str, Any]], *, width: int
         f"{_rate(rates, 'tokens_per_s')} tokens/s  {_rate(rates, 'prompt_tokens_per_s')} prompt tokens/s  "
         f"{_rate(rates, 'steps_per_s')} steps/s",
         f"kv pages {used}/{pages['total']} used, {pages['cached']} cached  {_bar(used, pages['total'])}",
-        f"drafter {snapshot['drafter']}, k {policy['k']}{overridden}  {_rate(rates, 'accept_len')} tokens a draft step",
+        f"drafter {snapshot['drafter']}, k {policy['k']}{overridden}  {_rate(rates, 'accept_len')} tokens a draft step"
+        f"{speedup}",
         *_positions(snapshot),
         *(f"{event['type']}: {event.get('what', '')} (generation {event.get('generation', '-')})" for event in latest),
         "",
-        *_request_lines(snapshot),
     ]
+    lines = [part for line in lines for part in _wrapped(line, width)] + _request_lines(snapshot, width)
     return "\n".join(line[:width] for line in lines[:height])
+
+
+def _wrapped(line: str, width: int) -> list[str]:
+    """In lines of at most `width` where it has gaps of two spaces, or else before a +."""
+    lines: list[str] = []
+    rest = line
+    while len(rest) > width:
+        at = max(rest.rfind("  ", 3, width + 1), rest.rfind(" + ", 3, width + 1))
+        if at < 0:
+            break
+        lines.append(rest[:at].rstrip())
+        rest = "  " + rest[at:].strip()
+    return [*lines, rest]
 
 
 def _rate(rates: dict[str, Any], name: str) -> str:
@@ -137,13 +156,30 @@ def _positions(snapshot: dict[str, Any]) -> list[str]:
     ]
 
 
-def _request_lines(snapshot: dict[str, Any]) -> list[str]:
+def _request_lines(snapshot: dict[str, Any], width: int) -> list[str]:
+    """A table that fits: the ids give way first, then the last columns."""
     rows = []
     for request in snapshot["requests"]:
         drafted = request["num_draft_tokens"]
         acceptance = request["num_accepted_tokens"] / drafted if drafted else None
-        rows.append({name: acceptance if name == "acceptance" else request[name] for name in _ROW})
+        rows.append({head: acceptance if name == "acceptance" else request[name] for name, head in _ROW.items()})
     if not rows:
         return ["no requests"]
     more = snapshot["num_requests"] - len(rows)
-    return [*columns(rows).split("\n"), *([f"and {more} more"] if more else [])]
+    return [*_fitted(rows, width), *([f"and {more} more"] if more else [])]
+
+
+def _fitted(rows: list[dict[str, Any]], width: int) -> list[str]:
+    heads = list(_ROW.values())
+    while True:
+        shown = [{head: cell(row[head]) for head in heads} for row in rows]
+        others = columns([{head: row[head] for head in heads[1:]} for row in shown]) if heads[1:] else ""
+        room = width - max(map(len, others.split("\n"))) - 2
+        if room >= _LEAST_ID or len(heads) <= 2:
+            break
+        heads.pop()
+    longest = max(room, _LEAST_ID)
+    for row in shown:
+        name = row["request"]
+        row["request"] = name if len(name) <= longest else name[: longest - 1] + "\N{HORIZONTAL ELLIPSIS}"
+    return columns(shown).split("\n")

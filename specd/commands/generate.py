@@ -15,7 +15,7 @@ from specd import log
 from specd.commands.settings import load_settings
 from specd.commands.terminal import TextPrinter, note, summary, wants_color
 from specd.daemon import load_engine
-from specd.errors import ConfigError, ModelError, RequestError
+from specd.errors import ModelError, RequestError, UsageError
 from specd.request import FinishReason, Request, SamplingParams, SpeculationParams
 from specd.server.chat import render
 from specd.supervision import DaemonEngine
@@ -46,9 +46,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _split_words(args: argparse.Namespace) -> str:
-    """`[MODEL] PROMPT` to args.model and the prompt. Raises ConfigError."""
+    """`[MODEL] PROMPT` to args.model and the prompt. Raises UsageError."""
     if len(args.words) > 2:
-        raise ConfigError(f"{len(args.words)} arguments where a model and a prompt were expected; quote the prompt")
+        raise UsageError(f"{len(args.words)} arguments where a model and a prompt were expected; quote the prompt")
     args.model = args.words[0] if len(args.words) == 2 else None
     prompt: str = args.words[-1]
     return sys.stdin.read() if prompt == "-" else prompt

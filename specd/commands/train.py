@@ -10,7 +10,7 @@ from pathlib import Path
 from specd import log
 from specd.commands import train_collect, train_draft, train_validate
 from specd.commands.train_options import add_numbers, add_training, given
-from specd.errors import ConfigError, OutputError
+from specd.errors import OutputError, UsageError
 from specd.models import fetch
 from specd.train.plan import values_of
 from specd.train.recipe import RecipeParser
@@ -44,21 +44,23 @@ def add_verbs(parser: argparse.ArgumentParser) -> None:
     validate = verbs.add_parser("validate", help="replay held-out text through the parts that serve a head")
     train_validate.add_options(validate)
     _add_common(validate)
+    for verb in verbs.choices.values():
+        verb.set_defaults(parser=verb)  # of whose usage an error tells
 
 
 def run(args: argparse.Namespace) -> int:
-    """Raises ConfigError for a number out of range, naming the option and the value; OutputError for a full disk."""
+    """Raises UsageError for a number out of range, naming the option and the value; OutputError for a full disk."""
     log.configure("info", "auto")
     for name, low in _LOWEST.items():
         value = getattr(args, name, None)
         if value is not None and not low <= value < math.inf:
-            raise ConfigError(f"--{name.replace('_', '-')} {value}: must be at least {low}, and finite")
+            raise UsageError(f"--{name.replace('_', '-')} {value}: must be at least {low}, and finite")
     for name in _ABOVE_ZERO:
         if hasattr(args, name) and not 0 < getattr(args, name) < math.inf:
-            raise ConfigError(f"--{name.replace('_', '-')} {getattr(args, name)}: must be above 0, and finite")
+            raise UsageError(f"--{name.replace('_', '-')} {getattr(args, name)}: must be above 0, and finite")
     for name, most in _MOST.items():
         if abs(getattr(args, name, 0)) > most:
-            raise ConfigError(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at most {most:.0f}")
+            raise UsageError(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at most {most:.0f}")
     path = fetch.resolve(args.model)
     if args.threads is not None:
         importlib.import_module("torch").set_num_threads(args.threads)

@@ -8,7 +8,7 @@ import importlib
 from pathlib import Path
 from typing import Any
 
-from specd.errors import ConfigError
+from specd.errors import ConfigError, UsageError
 
 _TEMPERATURES = (0.0, 0.7, 1.0)
 _CHATS = "chats.safetensors"  # what --self-prompt writes into the folder of the shards
@@ -119,11 +119,11 @@ def _converse(args: argparse.Namespace, path: Path, output: Path, chats: int) ->
     for name, values in (("temperature", temperatures), ("user-temperature", (args.user_temperature,))):
         for value in values:
             if not 0 <= value <= 2:
-                raise ConfigError(f"--{name} {value}: must be from 0 to 2")
+                raise UsageError(f"--{name} {value}: must be from 0 to 2")
     if not 0 < args.top_p <= 1:
-        raise ConfigError(f"--top-p {args.top_p}: must be above 0 and at most 1")
+        raise UsageError(f"--top-p {args.top_p}: must be above 0 and at most 1")
     if output.suffix != ".safetensors":
-        raise ConfigError(f"--output {output}: must end in .safetensors")
+        raise UsageError(f"--output {output}: must end in .safetensors")
     module = importlib.import_module("specd.train.converse")
     names = ("user_temperature", "top_p", "top_k", "turns", "chat_tokens", "seed", "concurrency")
     settings = module.ConverseSettings(

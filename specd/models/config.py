@@ -118,6 +118,8 @@ class _Keys:
     def integer(self, key: str, default: int | None = None) -> int:
         value = self.data.get(key)
         value = default if value is None else value
+        if value is None:
+            raise ModelError(f"{self.where}: {key} is missing")
         if isinstance(value, bool) or not isinstance(value, int):
             raise ModelError(f"{self.where}: {key} must be an integer, it is {value!r}")
         return value

@@ -24,7 +24,7 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import IO
 
-from specd.errors import FetchError, ModelError
+from specd.errors import ConfigError, FetchError, ModelError
 from specd.log import get_logger
 
 _log = get_logger(__name__)
@@ -85,7 +85,7 @@ def resolve(name: str, *, revision: str | None = None, offline: bool = False, pr
     name: an alias, an existing file or folder, or a hub id `org/name` (HF_HOME and HF_TOKEN are honoured; `revision` is
     a branch, tag or commit of it). Offline starts no process and opens no connection. Blocks, for minutes when it
     downloads. Raises FetchError; ModelError for what another try would not change: a name that stands for nothing, a
-    file of another kind, a revision of what has none.
+    file of another kind, a revision of what has none, what is not on this machine while offline.
     """
     is_hub_id = name not in ALIASES and not Path(name).expanduser().exists() and _is_hub_id(name)
     if revision and not is_hub_id:
@@ -103,9 +103,39 @@ def resolve(name: str, *, revision: str | None = None, offline: bool = False, pr
         return path
     if is_hub_id:
         return _resolve_hub(name, revision, offline=offline, progress=progress)
+    if name.startswith(("/", "./", "../", "~")) or name.endswith(".gguf"):
+        raise ModelError(f"{name}: no such file or folder")
     raise ModelError(
         f"{name!r} is no file, no folder, no hub id (org/name) and no known alias; aliases are: {', '.join(ALIASES)}"
     )
+
+
+def look_up(name: str, *, revision: str | None = None, offline: bool = False) -> Path | None:
+    """As `resolve`, but nothing is downloaded: None where it would be. Raises ModelError."""
+    if not offline and name in ALIASES and not revision:
+        alias = ALIASES[name]
+        path = cache_folder() / alias.file_name
+        return path if _verified(path, alias) else None
+    is_hub_id = name not in ALIASES and not Path(name).expanduser().exists() and _is_hub_id(name)
+    if is_hub_id and not offline and not _hub_is_off():
+        return None
+    return resolve(name, revision=revision, offline=offline)
+
+
+def split_revision(name: str) -> tuple[str, str]:
+    """`org/name@revision` to both parts; "" where there is no revision, or where a file is called so."""
+    before, at, revision = name.rpartition("@")
+    return (before, revision) if at and not Path(name).exists() else (name, "")
+
+
+def read_template(path: Path) -> str:
+    """The text of `model.chat_template`. Raises ConfigError."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"model.chat_template: {path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"model.chat_template: {path} is not UTF-8 text: byte {error.start}") from error
 
 
 def _is_hub_id(name: str) -> bool:
@@ -125,7 +155,7 @@ def _resolve_alias(name: str, alias: Alias, *, offline: bool, progress: bool) ->
     if _verified(path, alias):
         return path
     if offline:
-        raise _unavailable(name, f"it is not in {folder} and offline was asked for")
+        raise _missing(name, f"there is no {path}, and nothing is downloaded while offline")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with _locked(folder / f".{name}.lock"):
@@ -137,8 +167,18 @@ def _resolve_alias(name: str, alias: Alias, *, offline: bool, progress: bool) ->
 
 
 def _unavailable(name: str, why: str) -> FetchError:
-    return FetchError(
-        f"model {name!r} is not available: {why}. Run `specd fetch {name}` where there is a network, "
+    return FetchError(_advice(name, why))
+
+
+def _missing(name: str, why: str, *, revision: str | None = None) -> ModelError:
+    """What another try would not change."""
+    return ModelError(_advice(name, why, revision))
+
+
+def _advice(name: str, why: str, revision: str | None = None) -> str:
+    fetch = f"specd fetch {name}" + (f" --revision {revision}" if revision else "")
+    return (
+        f"model {name!r} is not available: {why}. Run `{fetch}` where there is a network, "
         "or serve a file that you have: `specd serve FILE` with a .gguf file or a model folder"
     )
 
@@ -278,10 +318,18 @@ def _copy(source: IO[bytes], target: IO[bytes], limit: int) -> str:
     return digest.hexdigest()
 
 
+def _hub_is_off() -> bool:
+    """HF_HUB_OFFLINE, as its own library reads it."""
+    from huggingface_hub import constants
+
+    return constants.HF_HUB_OFFLINE
+
+
 def _resolve_hub(name: str, revision: str | None, *, offline: bool, progress: bool) -> Path:
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import constants, errors, snapshot_download
     from huggingface_hub.utils.tqdm import disable_progress_bars
 
+    offline = offline or _hub_is_off()
     if not progress:
         disable_progress_bars()
     try:
@@ -292,11 +340,19 @@ def _resolve_hub(name: str, revision: str | None, *, offline: bool, progress: bo
             ignore_patterns=_HUB_IGNORED,
             local_files_only=offline,
         )
+    except errors.GatedRepoError as error:
+        why = "the hub gives it to those alone who have accepted its terms, and whose token is in HF_TOKEN"
+        raise _missing(name, why, revision=revision) from error
+    except errors.RepositoryNotFoundError as error:
+        why = "the hub has no such model, or has it for those alone whose token is in HF_TOKEN"
+        raise _missing(name, why, revision=revision) from error
+    except errors.RevisionNotFoundError as error:
+        raise _missing(name, f"it has no revision {revision!r} on the hub") from error
     except Exception as error:  # its transport's errors are another library's, and which one depends on its version
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise FetchError(
-            f"model {name!r} could not be had from the hub: {reason}. "
-            f"Run `specd fetch {name}` where there is a network, "
-            "or serve a file that you have: `specd serve FILE`"
-        ) from error
+        if offline:
+            what = f"revision {revision!r} of it" if revision else "it"
+            why = f"{what} is not in the hub's cache {constants.HF_HUB_CACHE}, and nothing is downloaded while offline"
+            raise _missing(name, why, revision=revision) from error
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+        raise _unavailable(name, f"it could not be had from the hub: {reason}") from error
     return Path(str(folder))

@@ -89,8 +89,10 @@ class _Cursor:
         try:
             with path.open("rb") as file:
                 self.data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        except (OSError, ValueError) as error:  # ValueError: an empty file
-            raise ModelError(f"{path}: cannot be read: {error}") from error
+        except OSError as error:
+            raise ModelError(f"{path}: cannot be read: {error.strerror}") from error
+        except ValueError as error:
+            raise ModelError(f"{path}: is an empty file, not a GGUF one") from error
 
     def __enter__(self) -> _Cursor:
         return self

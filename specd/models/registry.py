@@ -121,14 +121,18 @@ def _load_folder(
     data = _read_json(path / "config.json", required=True)
     name = _architecture(path, data)
     architecture = ARCHITECTURES[name]
-    config = architecture.read_config(data, architecture=name)
+    try:
+        config = architecture.read_config(data, architecture=name)
+    except ModelError as error:  # it knows the file's name, not where it is
+        raise ModelError(f"{path}: {error}") from error
     weights = SafetensorsFolder(path)
     config = _untied_if_different(path, config, weights)
     check_weights(path, weights.shapes, config.weight_shapes(), tied=config.tied)
     dtypes, wanted = weights.dtypes, config.weight_shapes()
     check_dtypes(path, {name: dtypes[name] for name in wanted})
-    generation = _read_json(path / "generation_config.json", required=False)
-    bos = token_ids(generation, "bos_token_id", "generation_config.json")
+    generation_file = path / "generation_config.json"
+    generation = _read_json(generation_file, required=False)
+    bos = token_ids(generation, "bos_token_id", str(generation_file))
     precision = _resolve_dtype(dtype, config, device)
     model = _native(config, TensorSource(weights), kernels, precision, device) or architecture.build(
         config, weights, attention=attention, dtype=precision, device=device
@@ -139,7 +143,7 @@ def _load_folder(
         path=path,
         name=path.name,
         generation_defaults=generation_defaults(generation),
-        eos_ids=token_ids(generation, "eos_token_id", "generation_config.json") or config.eos_ids,
+        eos_ids=token_ids(generation, "eos_token_id", str(generation_file)) or config.eos_ids,
         bos_id=bos[0] if bos else config.bos_id,
         weight_bytes=model.weight_bytes(),
     )

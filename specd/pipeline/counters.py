@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 
+from specd.pipeline.speedup import SpeedUp
 from specd.request import SequenceDelta, TokenOrigin
 from specd.sequence import Sequence
 from specd.status import Distribution
@@ -12,7 +13,7 @@ from specd.step import DraftSource, StepStats
 
 _SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 _TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
-_STAGES = ("schedule", "draft", "verify", "refill", "step")
+_STAGES = ("schedule", "draft", "verify", "accept", "refill", "commit", "detokenize", "step")
 _KEPT = frozenset(TokenOrigin) - {TokenOrigin.TARGET, TokenOrigin.BONUS}
 
 
@@ -33,6 +34,10 @@ class Counters:
     preemptions: int = 0
     failed_drafts: int = 0
     failed_refills: int = 0
+    wasted_s: float = 0.0  # see `_wasted_s`
+    text_s: float = 0.0  # of the step that is being committed: tokens to text
+    speedup: SpeedUp = dataclasses.field(default_factory=SpeedUp)
+    undrafted: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     finished: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     drafts: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     draft_tokens: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
@@ -58,9 +63,24 @@ class Counters:
         """One step; stages that it did not have count nowhere."""
         self.steps += 1
         self.step_tokens.observe(stats.num_tokens)
-        seconds = {"draft": stats.draft_s, "verify": stats.verify_s, "refill": stats.refill_s, "step": stats.duration_s}
+        self.wasted_s += _wasted_s(stats)
+        self.speedup.observe(stats)
+        self._spent(
+            draft=stats.draft_s,
+            verify=stats.verify_s - stats.accept_s,
+            accept=stats.accept_s,
+            refill=stats.refill_s,
+            step=stats.duration_s,
+        )
+
+    def worked(self, *, commit_s: float, schedule_s: float) -> None:
+        """The host's part of one step: committing the reports, and the next schedule."""
+        self._spent(detokenize=self.text_s, commit=commit_s - self.text_s, schedule=schedule_s)
+        self.text_s = 0.0
+
+    def _spent(self, **seconds: float) -> None:
         for name, value in seconds.items():
-            if value:
+            if value > 0:
                 self.stages[name].observe(value)
 
     def committed(self, delta: SequenceDelta, source: DraftSource, num_drafts: int) -> None:
@@ -80,3 +100,12 @@ class Counters:
     def ended(self, delta: SequenceDelta) -> None:
         if delta.finish_reason is not None:
             self.finished[delta.finish_reason.value] += 1
+
+
+def _wasted_s(stats: StepStats) -> float:
+    """Seconds of computing that went into drafts that were not kept, when the drafter's are divided evenly among its
+    drafts and verify's among all tokens that it computed."""
+    rejected = stats.num_draft_tokens - stats.num_accepted
+    if rejected <= 0:
+        return 0.0
+    return stats.draft_s * rejected / stats.num_draft_tokens + stats.verify_s * rejected / stats.num_tokens

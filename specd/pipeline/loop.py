@@ -168,11 +168,12 @@ class Pipeline:
         start = time.perf_counter()
         with self._device.timeline.measure("schedule", launched.plan.step + 1):
             deltas = self.scheduler.apply(launched.scheduled, reports)
+            committed = time.perf_counter()
             if whole:
                 self._check_drafts(launched, reports)
             self._check_refill(launched, previous, whole=whole)
             deltas, scheduled = self._next_step(deltas)
-        self.scheduler.counters.stages["schedule"].observe(time.perf_counter() - start)
+        self.scheduler.counters.worked(commit_s=committed - start, schedule_s=time.perf_counter() - committed)
         if self._device.frames is not None and previous is not None:
             self._device.frames.retire(previous.plan.step)
         return deltas, scheduled
@@ -289,6 +290,7 @@ class Pipeline:
             draft_s=launched.drafts.duration_s,
             refill_s=refill_s,
             duration_s=now - max(self._last_report_s, 0.0),
+            accept_s=launched.accepted.duration_s,
         )
         self._last_report_s = now
         self.last_step_s = time.monotonic()

@@ -23,6 +23,7 @@ class Row:
     emits: bool
     source: DraftSource = DraftSource.NONE
     num_drafts: int = 0
+    num_wanted: int = 0  # what the length policy gave; less is planned where tokens or pages ran out
     host_drafts: list[int] = dataclasses.field(default_factory=list)
     num_guessed: int = 0  # of host_drafts; what follows fills up to a pinned length
     tally: Tally | None = None  # is told what became of the guessed ones

@@ -24,10 +24,12 @@ from specd.commit import RowReport, abortion, commit, failure
 from specd.errors import EngineError, SpecdError
 from specd.log import get_logger
 from specd.pages import PagePool
+from specd.pipeline import pinned
 from specd.pipeline.counters import Counters
 from specd.pipeline.draft_length import DraftLength, DraftRequest, FixedLength
 from specd.pipeline.plan import Row, ScheduledStep, build_plan
 from specd.pipeline.proposals import propose
+from specd.pipeline.undrafted import count_undrafted
 from specd.pipeline.waiting import WaitingQueue
 from specd.request import FinishReason, SequenceDelta
 from specd.sequence import Phase, Sequence
@@ -66,6 +68,7 @@ class Scheduler:
         self.length = length
         self._configured = length, limits
         self.traits = traits  # None: no drafter, or it was given up
+        self.given_up = self.switched_off = False  # the drafter, since it failed; drafts, by an operator
         self.waiting = WaitingQueue(ageing_s=limits.priority_ageing_s)
         self.running: list[Sequence] = []  # oldest first
         self._free_slots = list(range(limits.max_running - 1, -1, -1))
@@ -117,6 +120,7 @@ class Scheduler:
             return None
         if row.emits:
             delta = commit(sequence, report, source=row.source, step=step, num_predicted=row.num_predicted)
+            self.counters.text_s += sequence.text_s
             self.counters.committed(delta, row.source, report.num_drafts)
             self.waiting.charge(sequence, len(delta.token_ids))
             name = row.source.name.lower() if report.num_drafts else "none"
@@ -140,10 +144,11 @@ class Scheduler:
 
     def give_up_drafter(self) -> None:
         """The drafter keeps failing: from now on there is none."""
-        self.traits = None
+        self.traits, self.given_up = None, True
 
     def override_length(self, length: DraftLength | None, *, pad: bool = False) -> None:
         """Another length policy from the next step on; None: the configured one, with what it has learnt."""
+        self.switched_off = isinstance(length, FixedLength) and not pad
         if length is None:
             self.length, self.limits = self._configured
         else:
@@ -174,6 +179,7 @@ class Scheduler:
         else:
             budget -= self._add_drafts(rows, budget - self._prompt_share(budget))
             prefills = self._prefill_rows(budget)
+        count_undrafted(rows, self, mixed=self.limits.mixed == "plain" and bool(prefills))
         rows += prefills
         if not rows:
             return None
@@ -205,9 +211,10 @@ class Scheduler:
         requests, owners, proposals = [], [], []
         for row in rows:
             most = self._most_drafts(row.sequence)
-            proposal = propose(row.sequence, most, pad=self.limits.pad_proposals, invent=self.traits is None)
+            pad = self.limits.pad_proposals or pinned.is_pinned(row.sequence)
+            proposal = propose(row.sequence, most, pad=pad, invent=self.traits is None and not self.given_up)
             draftable = self._draftable(row.sequence, most)
-            if proposal and draftable and not self.length.prefers(row.sequence, proposal.source, DraftSource.DRAFTER):
+            if proposal and draftable and not pinned.prefers(self.length, row.sequence, proposal.source):
                 row.passed_over, proposal = proposal, None
             if proposal:
                 source, most = proposal.source, min(most, len(proposal.tokens))
@@ -217,10 +224,10 @@ class Scheduler:
                 requests.append(DraftRequest(row.sequence, source, most))
                 owners.append(row)
                 proposals.append(proposal)
-        lengths = self.length.choose(requests, len(rows) - len(requests))
+        lengths = pinned.choose(self.length, requests, len(rows) - len(requests))
         total = 0
         for request, row, proposal, length in zip(requests, owners, proposals, lengths, strict=True):
-            row.source = request.source
+            row.source, row.num_wanted = request.source, length
             if proposal:  # also kept when nothing is verified: it is compared with what comes
                 row.host_drafts, row.num_guessed, row.tally = proposal.tokens, proposal.num_guessed, proposal.tally
             row.num_drafts = self._fit(row.sequence, min(length, budget - total))
@@ -307,7 +314,7 @@ class Scheduler:
             if self.traits.max_context is not None and longest > self.traits.max_context:
                 continue
             source = row.source if row.num_drafts else DraftSource.NONE
-            if sequence.max_draft == 0 or not self.length.wants_drafter(sequence, source):
+            if sequence.max_draft == 0 or not pinned.wants_drafter(self.length, sequence, source):
                 continue
             lacking = sequence.num_computed + row.num_known - sequence.drafter_len
             row.num_refill = max(0, min(lacking, budget))

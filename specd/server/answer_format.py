@@ -15,14 +15,11 @@ from specd.server.checks import (
     boolean,
     choice,
     documented,
-    invalid_type,
     out_of_range,
     schema_of,
     string,
     sub_object,
-    unsupported,
 )
-from specd.server.fields import asks_nothing
 from specd.server.structured import required
 
 _NAME = "output"  # chat asks for one, Messages has none
@@ -39,28 +36,15 @@ def output_paths(place: str) -> dict[str, str]:
     return {"response_format": place, "response_format.json_schema": place}
 
 
-def _given(value: Any, param: str) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise invalid_type(param, "an object", value)
-    return {name: item for name, item in value.items() if item is not None}
-
-
-@documented(
-    {
-        "type": "object",
-        "additionalProperties": False,
-        "properties": {
-            "format": {**schema_of(_TEXT_FORMAT), "required": ["type"]},
-            "verbosity": {"type": "string", "enum": ["medium"]},
-        },
-    }
+_TEXT = sub_object(
+    {"format": anything({**schema_of(_TEXT_FORMAT), "required": ["type"]})}, unbuilt={"verbosity": ("medium",)}
 )
+
+
+@documented(schema_of(_TEXT))
 def text(value: Any, param: str) -> dict[str, Any] | None:
     """Responses' `text` as a `response_format`; None for plain text. Raises RequestError."""
-    given = _given(value, param)
-    if not asks_nothing(given.get("verbosity"), ("medium",)):
-        raise unsupported(f"{param}.verbosity", given["verbosity"])
-    sub_object({"format": anything({}), "verbosity": anything({})})(given, param)
+    given = _TEXT(value, param)
     if "format" not in given:
         return None
     where = f"{param}.format"
@@ -85,11 +69,11 @@ def output_format(value: Any, param: str) -> dict[str, Any]:
     return {"type": kind, kind: {"name": _NAME, "schema": required(wanted, "schema", param)}}
 
 
-@documented({"type": "object", "additionalProperties": False, "properties": {"format": schema_of(output_format)}})
+_CONFIG = sub_object({"format": output_format}, unbuilt={"effort": (), "task_budget": ()})
+
+
+@documented(schema_of(_CONFIG))
 def output_config(value: Any, param: str) -> dict[str, Any] | None:
     """Messages' `output_config` as a `response_format`; None where it asks for none. Raises RequestError."""
-    given = _given(value, param)
-    if not asks_nothing(given.get("effort"), ()):
-        raise unsupported(f"{param}.effort", given["effort"])
-    sub_object({"format": anything({}), "effort": anything({})})(given, param)
-    return output_format(given["format"], f"{param}.format") if "format" in given else None
+    format_: dict[str, Any] | None = _CONFIG(value, param).get("format")
+    return format_

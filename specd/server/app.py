@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
-from aiohttp.http_exceptions import HttpProcessingError
 
 from specd.config import Config
 from specd.errors import AbortedError, DrainingError, SpecdError
+from specd.http_refusals import JsonRunner, Refusal, json_refusal, valid_request_id
 from specd.listeners import is_loopback
 from specd.log import get_logger
 from specd.server import messages_api, responses_api, ui
@@ -29,7 +28,6 @@ from specd.server.generation import (
     WEIGHT_KEY,
     Generation,
     Handler,
-    valid_request_id,
 )
 from specd.server.limits import MAX_HEADER_LINE_BYTES, MAX_HEADERS
 from specd.server.metrics import ServerMetrics
@@ -46,6 +44,7 @@ if TYPE_CHECKING:
     from specd.server.telemetry import Telemetry
 
 RECONFIGURE_KEY: web.AppKey[Iterable[Callable[[Config], None]]] = web.AppKey("reconfigure", tuple)
+ARRIVAL_KEY: web.RequestKey[float] = web.RequestKey("arrival_s", float)
 METRICS_KEY: web.AppKey[ServerMetrics] = web.AppKey("metrics", ServerMetrics)
 
 _PATHS = {
@@ -107,12 +106,12 @@ def _closing(telemetry: Telemetry) -> Callable[[web.Application], Awaitable[None
 
 def create_runner(app: web.Application, *, shutdown_timeout_s: float = 60.0) -> web.AppRunner:
     """The runner that the application is made for: handlers are cancelled when their client leaves."""
-    return web.AppRunner(
+    return JsonRunner(
         app,
+        write=_refuse,
         handler_cancellation=True,
         access_log=None,
         auto_decompress=False,
-        logger=_protocol_logger(),
         max_headers=MAX_HEADERS,
         max_line_size=MAX_HEADER_LINE_BYTES,
         max_field_size=MAX_HEADER_LINE_BYTES,
@@ -120,21 +119,11 @@ def create_runner(app: web.Application, *, shutdown_timeout_s: float = 60.0) -> 
     )
 
 
-class _ProtocolLog(logging.Handler):
-    """aiohttp's own complaints as events: anybody can send garbage, and a traceback for each would fill the disk."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        error = record.exc_info[1] if record.exc_info else None
-        if isinstance(error, HttpProcessingError):
-            log.info("malformed_request_refused", error=type(error).__name__)
-        else:
-            log.error("http_failed", message=record.getMessage(), exc_info=error)
-
-
-def _protocol_logger() -> logging.Logger:
-    logger = logging.Logger("specd.http", level=logging.WARNING)  # outside the tree: no handler but ours
-    logger.addHandler(_ProtocolLog())
-    return logger
+def _refuse(request: web.BaseRequest, refusal: Refusal) -> web.Response:
+    """What no handler had a chance to say, in the shape of the API that was asked."""
+    response = json_refusal(request, refusal)
+    request[REQUEST_ID_KEY] = response.headers["x-request-id"]
+    return messages_api.own_shape(request, response) if request.path in messages_api.PATHS else response
 
 
 def chat_template(tokenizer: Tokenizer) -> ChatTemplate | None:
@@ -180,6 +169,7 @@ class _Guard:
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         request[REQUEST_ID_KEY] = valid_request_id(request.headers.get("X-Request-Id"))
         request[HEADERS_KEY] = {}
+        request[ARRIVAL_KEY] = time.monotonic()
         endpoint = _PATHS.get(_route(request)) if request.method == "POST" else None
         if endpoint is not None:
             request[RECORD_KEY] = self._generation.record(endpoint)
@@ -254,6 +244,5 @@ async def _add_headers(request: web.Request, response: web.StreamResponse) -> No
     response.headers["Server"] = "specd"
     response.headers["x-request-id"] = request.get(REQUEST_ID_KEY, "")
     response.headers.update(request.get(HEADERS_KEY, {}))
-    if RECORD_KEY in request:
-        elapsed_ms = (time.monotonic() - request[RECORD_KEY].arrival_s) * 1000
-        response.headers["openai-processing-ms"] = str(round(elapsed_ms))
+    if ARRIVAL_KEY in request:
+        response.headers["openai-processing-ms"] = str(round((time.monotonic() - request[ARRIVAL_KEY]) * 1000))

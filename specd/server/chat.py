@@ -23,10 +23,12 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from specd.errors import ModelError, RequestError
+from specd.server.context import MAX_TEXT_CHARS
 from specd.server.reasoning import CLOSE, OPEN
 from specd.text import RenderedChat, compile_any
 
 _PRIVATE_USE = (range(0xF0000, 0xFFFFE), range(0xE000, 0xF900), range(0x100000, 0x10FFFE))
+_SLICE = 1 << 16  # characters of a text that are looked at in one go
 _RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "bos_token", "eos_token"})
 # What a template can raise by itself on data it was not written for. Anything else is a fault of ours.
 _TEMPLATE_ERRORS = (
@@ -40,6 +42,20 @@ _TEMPLATE_ERRORS = (
 )
 
 
+class ChatTooLongError(RequestError):
+    """A chat of more characters than a template may write; `begun` is as far as it got."""
+
+    def __init__(self, message: str, begun: RenderedChat) -> None:
+        super().__init__(message, code="template_error", param="messages")
+        self.begun = begun
+
+
+class _TooLongError(Exception):
+    def __init__(self, begun: str) -> None:
+        super().__init__()
+        self.begun = begun
+
+
 class ChatTemplate:
     """One compiled chat template; immutable, safe to use from several threads. ModelError when it does not compile."""
 
@@ -50,12 +66,13 @@ class ChatTemplate:
         bos_token: str,
         eos_token: str,
         special_tokens: Sequence[str],
-        max_chars: int = 4_000_000,
+        max_chars: int = MAX_TEXT_CHARS,
         max_seconds: float = 10.0,
         now: Callable[[], datetime.datetime] = datetime.datetime.now,
     ) -> None:
-        """special_tokens: texts that only the template may write. max_chars: longest output, in characters.
+        """special_tokens: texts that only the template may write.
 
+        max_chars: of the output, and of the text of one message.
         max_seconds is looked at whenever the template writes something.
         """
         environment = _Sandbox(max_chars)
@@ -98,6 +115,8 @@ class ChatTemplate:
             path = f"chat_template_kwargs.{name}"
             raise RequestError(f"{path} is set by the server", code="unsupported_parameter", param=path)
         flat = [_flatten(message, f"messages[{index}]") for index, message in enumerate(messages)]
+        for long in (one["content"] for one in flat if len(one["content"]) > self._max_chars):
+            raise self._too_long(RenderedChat(long))
         try:
             mask = _Mask(self._special_tokens, (flat, extra, tools), self._reserved_text)
             context = {**mask.apply(extra), **self._tokens, "messages": mask.apply(flat)}
@@ -111,6 +130,8 @@ class ChatTemplate:
             context["messages"][-1]["content"] += end
         try:
             text = self._generate(context)
+        except _TooLongError as error:
+            raise self._too_long(RenderedChat(error.begun, mask.texts)) from error
         except _TEMPLATE_ERRORS as error:
             reason = str(error).translate(mask.texts)[:500]
             message = f"the chat template refused the messages: {reason or type(error).__name__}"
@@ -122,6 +143,9 @@ class ChatTemplate:
             text = text[: text.index(end)]
         return RenderedChat(text, mask.texts)
 
+    def _too_long(self, begun: RenderedChat) -> ChatTooLongError:
+        return ChatTooLongError(f"the chat is longer than {self._max_chars} characters", begun)
+
     def _generate(self, context: Mapping[str, Any]) -> str:
         deadline = time.monotonic() + self._max_seconds
         pieces: list[str] = []
@@ -130,7 +154,7 @@ class ChatTemplate:
             pieces.append(piece)
             length += len(piece)
             if length > self._max_chars:
-                raise SecurityError(f"its output is longer than {self._max_chars} characters")
+                raise _TooLongError("".join(pieces))
             if time.monotonic() > deadline:
                 raise SecurityError(f"it ran for more than {self._max_seconds:g} seconds")
         return "".join(pieces)
@@ -165,11 +189,15 @@ class _Mask:
 
     def __init__(self, special_tokens: Sequence[str], data: Any, reserved: str) -> None:
         self._pattern = compile_any(special_tokens)
+        self._longest = max(map(len, special_tokens), default=0)
         self._tails = {token[:n] for token in special_tokens for n in range(1, len(token))}
         self._longest_tail = max(map(len, self._tails), default=0)
         self.texts: dict[int, str] = {}
         self._marks: dict[str, str] = {}
-        used = set(reserved).union(*_strings(data))
+        used = set(reserved)
+        for text in _strings(data):
+            for at in range(0, len(text), _SLICE):
+                used.update(text[at : at + _SLICE])
         self._free = (chr(code) for block in _PRIVATE_USE for code in block if chr(code) not in used)
 
     def apply(self, value: Any) -> Any:
@@ -195,7 +223,21 @@ class _Mask:
         return self._whole(value) if isinstance(value, str) else self.apply(value)
 
     def _whole(self, text: str) -> str:
-        return self._pattern.sub(lambda match: self._mark(match.group()), text) if self._pattern else text
+        """Slice by slice: one call of `sub` for a text of millions of characters would let no other thread run."""
+        if self._pattern is None:
+            return text
+        pieces: list[str] = []
+        at = 0
+        while at < len(text):
+            begun = at + _SLICE  # matches that begin before it are seen whole
+            for match in self._pattern.finditer(text, at, begun + self._longest):
+                if match.start() >= begun:
+                    break
+                pieces += text[at : match.start()], self._mark(match.group())
+                at = match.end()
+            pieces.append(text[at:begun])
+            at = max(at, begun)
+        return "".join(pieces)
 
     def _tail(self, text: str) -> str:
         for length in range(min(self._longest_tail, len(text)), 0, -1):

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 import orjson
 
 from specd.errors import RequestError
+from specd.http_refusals import REQUEST_ID
 
 Check = Callable[[Any, str], Any]  # (value, dotted path) -> the value to use; raises RequestError
 Schema = Mapping[str, Any]
@@ -20,10 +21,11 @@ Read = TypeVar("Read", covariant=True)
 
 INT64_MAX = 2**63 - 1
 _EXACT = 2**53  # floats beyond it are no longer every whole number
-REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 MAX_SHOWN = 64  # characters of a client's value that an error message repeats
 # Stop strings are walked character by character and bad words are matched at every draft: both cost every step.
 _MAX_STOP_CHARS = 1024
+_MAX_SALT_CHARS = 1024
+MOST_TIMEOUT_S = 86400.0
 _MAX_BAD_WORDS, _MAX_BAD_WORD_CHARS = 128, 128
 
 
@@ -141,6 +143,13 @@ def request_id(value: Any, param: str) -> str:
     return str(value)
 
 
+@documented({"type": "string", "minLength": 1, "maxLength": _MAX_SALT_CHARS})
+def cache_salt(value: Any, param: str) -> str:
+    if not 1 <= len(string(value, param)) <= _MAX_SALT_CHARS:
+        raise out_of_range(param, f"1 to {_MAX_SALT_CHARS} characters", value)
+    return str(value)
+
+
 @documented({"type": "array", "items": {"type": "string", "minLength": 1}})
 def strings(value: Any, param: str) -> tuple[str, ...]:
     """A list of non-empty strings."""
@@ -218,23 +227,52 @@ def logit_bias(value: Any, param: str) -> tuple[tuple[int, float], ...]:
     return tuple(sorted(found.items()))
 
 
-def sub_object(checks: Mapping[str, Check]) -> Documented[dict[str, Any]]:
-    """An object of which every key is known; null values are absent."""
+def asks_nothing(value: Any, harmless: tuple[Any, ...]) -> bool:
+    """Whether an unbuilt field's value is one of its empty forms. Types count: 0 is not false."""
+    if value is None or any(type(value) is type(item) and value == item for item in harmless):
+        return True
+    if type(value) in (int, float) and any(type(item) in (int, float) and value == item for item in harmless):
+        return True
+    if value is False:
+        return not any(
+            item is True for item in harmless
+        )  # a flag that is on by default asks for something when it is off
+    return isinstance(value, str | list | dict) and not value
 
-    properties = {name: schema_of(check) for name, check in checks.items()}
 
-    @documented({"type": "object", "additionalProperties": False, "properties": properties})
+def sub_object(
+    checks: Mapping[str, Check], *, inert: Iterable[str] = (), unbuilt: Mapping[str, tuple[Any, ...]] | None = None
+) -> Documented[dict[str, Any]]:
+    """An object as its honoured fields; null values are absent. Names that are not known are `unread`'s to report.
+
+    inert and unbuilt: as in `fields.py`.
+    """
+    refused = unbuilt or {}
+
+    @documented(object_schema({name: schema_of(check) for name, check in checks.items()}, inert, refused))
     def check(value: Any, param: str) -> dict[str, Any]:
         if not isinstance(value, dict):
             raise invalid_type(param, "an object", value)
-        for key in value:
-            if key not in checks:
-                known = ", ".join(checks)
-                path = f"{param}.{key[:MAX_SHOWN]}"
-                raise RequestError(f"'{path}' is not known; known are {known}", code="unknown_parameter", param=path)
-        return {key: checks[key](item, f"{param}.{key}") for key, item in value.items() if item is not None}
+        for key, harmless in refused.items():
+            if not asks_nothing(value.get(key), harmless):
+                raise unsupported(f"{param}.{key}", value[key])
+        given = {key: item for key, item in value.items() if key in checks and item is not None}
+        return {key: checks[key](item, f"{param}.{key}") for key, item in given.items()}
 
     return check
+
+
+def object_schema(
+    properties: Mapping[str, Schema],
+    inert: Iterable[str] = (),
+    unbuilt: Iterable[str] = (),
+    required: Sequence[str] = (),
+) -> Schema:
+    """An object with every name that is known in it; others are ignored and reported."""
+    accepted = {name: {"description": "accepted; changes nothing"} for name in sorted(inert)}
+    schema: dict[str, Any] = {"type": "object", "properties": {**properties, **accepted}}
+    needed = {"required": list(required)} if required else {}
+    return schema | needed | ({"x-unsupported": sorted(unbuilt)} if unbuilt else {})
 
 
 def anything(schema: Schema) -> Documented[Any]:

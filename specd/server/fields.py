@@ -15,13 +15,17 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from specd.errors import RequestError
 from specd.server.checks import (
     MAX_SHOWN,
+    MOST_TIMEOUT_S,
     Check,
     Schema,
     anything,
+    asks_nothing,
     bad_words,
     boolean,
+    cache_salt,
     choice,
     documented,
     integer,
@@ -36,11 +40,14 @@ from specd.server.checks import (
     token_ids,
     unsupported,
 )
+from specd.server.message_schemas import MESSAGES_SCHEMA
 from specd.server.predictions import prediction
 from specd.server.structured import response_format, structured_outputs
 from specd.server.tools import tool_choice, tools
+from specd.server.unread import unread
 
 _MAX_REPORTED = 20  # ignored names that are reported
+_MAX_PATH = 96  # characters of each
 
 
 class Endpoint(enum.StrEnum):
@@ -65,65 +72,6 @@ PROMPT_SCHEMA: Schema = {
         {"type": "array", "minItems": 1, "items": _IDS_SCHEMA},
     ]
 }
-_CONTENT_SCHEMA: Schema = {
-    "anyOf": [
-        {"type": "string"},
-        {
-            "type": "array",
-            "items": {
-                "type": "object",
-                "required": ["type", "text"],
-                "properties": {"type": {"type": "string", "enum": ["text"]}, "text": {"type": "string"}},
-            },
-        },
-    ]
-}
-_TOOL_CALL_SCHEMA: Schema = {
-    "type": "object",
-    "required": ["function"],
-    "properties": {
-        "id": {"type": "string"},
-        "type": {"type": "string", "enum": ["function"]},
-        "function": {
-            "type": "object",
-            "required": ["name"],
-            "properties": {
-                "name": {"type": "string"},
-                "arguments": {"type": "string", "description": "the JSON text of an object"},
-            },
-        },
-    },
-}
-MESSAGES_SCHEMA: Schema = {
-    "type": "array",
-    "minItems": 1,
-    "items": {
-        "anyOf": [
-            {
-                "type": "object",
-                "required": ["role", "content"],
-                "properties": {
-                    "role": {"type": "string", "enum": ["system", "developer", "user", "assistant", "tool"]},
-                    "content": _CONTENT_SCHEMA,
-                    "name": {"type": "string"},
-                    "tool_call_id": {"type": "string"},
-                },
-            },
-            {
-                "type": "object",
-                "required": ["role", "tool_calls"],
-                "properties": {
-                    "role": {"type": "string", "enum": ["assistant"]},
-                    "content": _CONTENT_SCHEMA,
-                    "name": {"type": "string"},
-                    "tool_calls": {"type": "array", "minItems": 1, "items": _TOOL_CALL_SCHEMA},
-                    "reasoning_content": {"type": "string", "description": "for templates that read it"},
-                },
-            },
-        ]
-    },
-}
-
 STREAM_OPTIONS = sub_object(
     {"include_usage": boolean, "continuous_usage_stats": boolean, "include_obfuscation": boolean}
 )
@@ -162,6 +110,7 @@ _HONOURED: dict[str, Check] = {
     "return_token_ids": boolean,
     "return_tokens_as_token_ids": boolean,
     "timings_per_token": boolean,
+    "return_spec_tokens_details": boolean,
     "speculation": SPECULATION,
     "prediction": prediction,
     "response_format": response_format,
@@ -169,6 +118,8 @@ _HONOURED: dict[str, Check] = {
     "priority": integer(-100, 100),
     "service_tier": choice("auto", "default", "flex", "scale", "priority"),
     "request_id": request_id,
+    "cache_salt": cache_salt,
+    "timeout": number(0.001, MOST_TIMEOUT_S),
 }
 _COMPLETIONS_HONOURED: dict[str, Check] = {
     "prompt": anything(PROMPT_SCHEMA),
@@ -199,12 +150,12 @@ _UNBUILT: dict[str, tuple[Any, ...]] = {
     "structural_tag": (), "grammar": (), "regex": (),
     "ebnf": (), "json_schema": (), "guided_json": (), "guided_regex": (), "guided_choice": (), "guided_grammar": (),
     "guided_decoding_backend": (), "guided_whitespace_pattern": (), "reasoning_effort": (), "reasoning": (),
-    "include_reasoning": (True,), "thinking_token_budget": (), "verbosity": (), "store": (), "audio": (),
+    "include_reasoning": (True,), "thinking_token_budget": (), "verbosity": ("medium",), "store": (), "audio": (),
     "modalities": (["text"],), "web_search_options": (), "prompt_logprobs": (),
-    "cache_salt": (), "lora_path": (), "prompt_embeds": (), "truncate_prompt_tokens": (), "use_beam_search": (),
+    "lora_path": (), "prompt_embeds": (), "truncate_prompt_tokens": (), "use_beam_search": (),
     "length_penalty": (1,), "spaces_between_special_tokens": (True,), "logits_processors": (),
     "custom_logit_processor": (), "logits_processor_args": (), "vllm_xargs": (), "kv_transfer_params": (),
-    "repetition_detection": (), "return_spec_tokens_details": (), "return_hidden_states": (), "typical_p": (1,),
+    "repetition_detection": (), "return_hidden_states": (), "typical_p": (1,),
     "mirostat": (0,), "repeat_penalty": (1,), "n_predict": (),
     "best_of": (),
 }  # fmt: skip
@@ -246,42 +197,38 @@ TOKENIZE_FIELDS = FieldTable({**_TEXT_FIELDS, **CHAT_PROMPT_FIELDS}, frozenset()
 DETOKENIZE_FIELDS = FieldTable({"model": string, "tokens": token_ids}, frozenset(), {})
 
 
-def asks_nothing(value: Any, harmless: tuple[Any, ...]) -> bool:
-    """Whether an unbuilt field's value is one of its empty forms. Types count: 0 is not false."""
-    if value is None or any(type(value) is type(item) and value == item for item in harmless):
-        return True
-    if type(value) in (int, float) and any(type(item) in (int, float) and value == item for item in harmless):
-        return True
-    if value is False:
-        return not any(
-            item is True for item in harmless
-        )  # a flag that is on by default asks for something when it is off
-    return isinstance(value, str | list | dict) and not value
-
-
 def read_fields(body: Mapping[str, Any], endpoint: Endpoint) -> tuple[dict[str, Any], tuple[str, ...]]:
     """`read_table` of an endpoint's table."""
     return read_table(body, ENDPOINT_FIELDS[endpoint])
 
 
 def read_table(body: Mapping[str, Any], table: FieldTable) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Checks a request body: (honoured values, names that are not known here). Raises RequestError.
+    """Checks a request body: (honoured values, dotted names that are not known, at any depth). Raises RequestError.
 
     Fields of the unbuilt class are judged before honoured ones are checked, so that their error is the one seen.
     """
-    unknown = []
+    unknown: list[str] = []
     for name, value in body.items():
         if name in table.unbuilt:
             harmless = (body.get("n") or 1,) if name == "best_of" else table.unbuilt[name]
             if not asks_nothing(value, harmless):
                 raise unsupported(name, value)
-        elif name not in table.honoured and name not in table.inert:
-            unknown.append(name)
+        elif name in table.honoured:
+            unknown += unread(value, schema_of(table.honoured[name]), name)
+        elif name not in table.inert and value is not None:
+            unknown.append(name[:MAX_SHOWN])
     values = {name: check(body[name], name) for name, check in table.honoured.items() if body.get(name) is not None}
     return {name: value for name, value in values.items() if value is not None}, tuple(unknown)
 
 
+def refuse_unread(names: tuple[str, ...]) -> None:
+    """For clients that want no name ignored. Raises RequestError."""
+    if names:
+        shown = report_names(names)
+        raise RequestError(f"unknown fields: {shown}", code="unknown_parameter", param=shown.partition(",")[0])
+
+
 def report_names(names: tuple[str, ...]) -> str:
     """Ignored names as a header value: printable, bounded."""
-    shown = [re.sub(r"[^A-Za-z0-9_.\[\]-]", "?", name[:MAX_SHOWN]) for name in names[:_MAX_REPORTED]]
+    shown = [re.sub(r"[^A-Za-z0-9_.\[\]-]", "?", name[:_MAX_PATH]) for name in names[:_MAX_REPORTED]]
     return ",".join(shown)

@@ -32,13 +32,14 @@ from specd.listeners import is_loopback
 from specd.log import get_logger
 from specd.request import FinishReason, Grammar, SequenceDelta
 from specd.server.chat import ChatTemplate
-from specd.server.checks import REQUEST_ID
+from specd.server.context import Room
 from specd.server.echo import echoes_of
 from specd.server.errors import describe, json_response
-from specd.server.fields import Endpoint, report_names
+from specd.server.fields import Endpoint, refuse_unread, report_names
+from specd.server.json_body import parse_json
 from specd.server.limits import BODY_TIMEOUT_S
 from specd.server.metrics import ServerMetrics
-from specd.server.openai import GenerationCall, build_call, parse_json, read_body
+from specd.server.openai import GenerationCall, build_call, read_body, room_of
 from specd.server.predictions import prediction_ids
 from specd.server.prompts import Prompts, chat_prompts, completion_prompts
 from specd.server.protocol import EngineProtocol
@@ -127,7 +128,7 @@ class Generation:
         record = request[RECORD_KEY]
         self._engine.admit(request[SALT_KEY])  # before a body is read that would be refused anyway
         timeout_s = request_timeout(request.headers.get("x-request-timeout"))
-        values, prompts, translation, grammar = await self.read(request, endpoint, translate)
+        values, prompts, translation, grammar = await self.read(request, endpoint, translate, fits=True)
         request[REQUEST_ID_KEY] = name = self._free_id(values.get("request_id", request[REQUEST_ID_KEY]))
         self._live.add(name)
         try:
@@ -143,7 +144,7 @@ class Generation:
                     created=int(time.time()),
                     arrival_s=record.arrival_s,
                     serial=next(self._serials),
-                    cache_salt=request[SALT_KEY],
+                    tenant=request[SALT_KEY],
                     weight=request[WEIGHT_KEY],
                     timeout_s=timeout_s,
                     exposed=_exposed(request),
@@ -175,9 +176,12 @@ class Generation:
         return call
 
     async def read(
-        self, request: web.Request, endpoint: Endpoint, translate: Translate = as_it_is
+        self, request: web.Request, endpoint: Endpoint, translate: Translate = as_it_is, *, fits: bool = False
     ) -> tuple[dict[str, Any], Prompts, Translation, Grammar | None]:
-        """The checked fields of a body, its prompts, how it is answered, and its grammar. Raises RequestError."""
+        """The checked fields of a body, its prompts, how it is answered, and its grammar. Raises RequestError.
+
+        fits: prompts that cannot fit into the context are refused before they are tokenised.
+        """
         raw = await read_raw(request)
         strict = strict_header(request.headers.get("x-specd-strict"))
         translation, values, ignored = await long_work(len(raw), self._checked, raw, endpoint, translate, strict)
@@ -187,10 +191,10 @@ class Generation:
             else:
                 grammar = output_grammar(values)
             began_s = time.monotonic()
-            prompts = await long_work(len(raw), self.prompts, values, endpoint)
+            room = room_of(values, endpoint, self._engine.info) if fits else None
+            prompts = await long_work(len(raw), self.prompts, values, endpoint, room)
             if RECORD_KEY in request:
                 request[RECORD_KEY].tokenized_s = (began_s, time.monotonic())
-        ignored += translation.ignored
         if "prediction" in values:
             text, info = values["prediction"], self._engine.info
             ids = await long_work(len(raw), prediction_ids, text, self._engine.tokenizer, info.max_len)
@@ -205,25 +209,28 @@ class Generation:
         """The request, its checked fields, and names that nobody reads. May be slow. Raises RequestError."""
         translation = translate(parse_json(raw))
         with own_names(translation.params):
-            config, info = self._config, self._engine.info
-            return translation, *read_body(translation.body, endpoint, config, info, strict=strict)
+            values, ignored = read_body(translation.body, endpoint, self._config, self._engine.info)
+        ignored = tuple(dict.fromkeys(ignored + translation.ignored))  # what is shared may be seen by both
+        if strict:
+            refuse_unread(ignored)
+        return translation, values, ignored
 
-    def prompts(self, values: Mapping[str, Any], endpoint: Endpoint) -> Prompts:
-        """May be slow. Raises RequestError."""
-        tokenizer, info = self._engine.tokenizer, self._engine.info
+    def prompts(self, values: Mapping[str, Any], endpoint: Endpoint, room: Room | None = None) -> Prompts:
+        """May be slow. room: what they must fit in. Raises RequestError."""
+        tokenizer, size = self._engine.tokenizer, self._engine.info.vocab_size
         if endpoint is Endpoint.CHAT:
-            return chat_prompts(values, tokenizer, self._template, self._config.chat)
+            return chat_prompts(values, tokenizer, self._template, self._config.chat, room=room)
         limit = self._config.server.max_prompts
-        return Prompts(completion_prompts(values["prompt"], tokenizer, vocab_size=info.vocab_size, max_prompts=limit))
+        found = completion_prompts(values["prompt"], tokenizer, vocab_size=size, max_prompts=limit, room=room)
+        return Prompts(found)
 
     def note_ignored(self, request: web.Request, names: tuple[str, ...], *, strict: bool) -> None:
         """Reports names that nobody reads. Raises RequestError where the client wants none."""
         if not names:
             return
-        shown = report_names(names)
         if strict:
-            raise RequestError(f"unknown fields: {shown}", code="unknown_parameter", param=shown.partition(",")[0])
-        request[HEADERS_KEY]["x-specd-ignored-fields"] = shown
+            refuse_unread(names)
+        request[HEADERS_KEY]["x-specd-ignored-fields"] = report_names(names)
         self._metrics.ignored_fields.inc(len(names))
 
     def _free_id(self, name: str) -> str:
@@ -340,6 +347,8 @@ async def read_raw(request: web.Request) -> bytes:
             return await request.read()
     except TimeoutError as error:
         raise RequestError(f"the body took longer than {BODY_TIMEOUT_S:g} s", code="request_timeout") from error
+    except web.RequestPayloadError as error:
+        raise RequestError(str(error), code="malformed_request") from error
 
 
 async def _encoded(encoder: Encoder, batch: Sequence[tuple[int, SequenceDelta]]) -> bytes:
@@ -386,8 +395,3 @@ def _check_finished(choices: Sequence[ChoiceText]) -> None:
     missing = [i for i, choice in enumerate(choices) if choice.finish_reason is None]
     if missing:
         raise EngineError(f"the stream ended before choices {missing} did")
-
-
-def valid_request_id(header: str | None) -> str:
-    """The client's X-Request-Id when it is usable (proxies write all sorts of things there), else a new one."""
-    return header if header is not None and REQUEST_ID.fullmatch(header) else uuid.uuid4().hex

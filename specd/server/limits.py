@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from specd import corpora, deltas
 from specd.config import Config
-from specd.server import request_headers, sending, structured, tool_grammar
+from specd.server import checks, context, json_body, sending, structured, tool_grammar
 from specd.status import EngineInfo
 
 MAX_HEADERS = 64
@@ -39,12 +39,15 @@ def limits(config: Config, info: EngineInfo) -> Mapping[str, float | None]:
         "grammar_compile_cpu_s": CPU_LIMIT_S,
         "grammar_compile_timeout_s": DEADLINE_S,
         "max_body_bytes": server.max_body_bytes,
+        "max_text_chars": context.MAX_TEXT_CHARS,
+        "max_body_values": json_body.MAX_VALUES,
+        "max_body_nodes": json_body.MAX_NODES,
         "max_headers": MAX_HEADERS,
         "max_header_line_bytes": MAX_HEADER_LINE_BYTES,
         "body_timeout_s": BODY_TIMEOUT_S,
         "queue_timeout_s": scheduler.queue_timeout_s or None,
         "request_timeout_s": scheduler.request_timeout_s or None,
-        "max_request_timeout_s": request_headers.MOST_TIMEOUT_S,
+        "max_request_timeout_s": checks.MOST_TIMEOUT_S,
         "slow_client_timeout_s": server.slow_client_timeout_s,
         "stream_socket_bytes": sending.KERNEL_BYTES,
         "stream_buffer_bytes": sending.TRANSPORT_BYTES,

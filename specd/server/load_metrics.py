@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
+from specd.account import Account
 from specd.reload import Reloader
 from specd.server.protocol import EngineProtocol
 from specd.status import REFUSALS, Distribution, EngineStats
@@ -36,7 +37,8 @@ class LoadCollector:
         yield from self._queue(stats)
         stages = HistogramMetricFamily(
             "specd_stage_seconds",
-            "Time of one step in each stage; schedule is the host's own work, step the whole from report to report.",
+            "Time of one step in each stage; step is the whole from report to report, the others are apart: draft, "
+            "verify, accept (sampling) and refill compute; schedule, commit and detokenize are the host's own work.",
             labels=["stage"],
         )
         for name, distribution in stats.stages.items():
@@ -80,8 +82,14 @@ class LoadCollector:
             },
         )
         lost = stats.accepted_requests - stats.requests_finished - stats.requests_failed - stats.requests_aborted
-        text = "Accepted requests that ended in no way that was accounted for; it must stay 0."
-        yield CounterMetricFamily("specd_requests_lost", text, value=lost - stats.live_requests)
+        text = (
+            "Accepted requests that ended in no way that was accounted for: those that a crash of the process before "
+            "this one cut off, by its journal, and any of this one. It must stay 0."
+        )
+        value = stats.lost_before + lost - stats.live_requests
+        yield CounterMetricFamily("specd_requests_lost", text, value=value)
+        text = "Times that it stopped accepting and finished what it had, by a signal or an operator's wish."
+        yield CounterMetricFamily("specd_drains", text, value=stats.drains)
 
     def _split(
         self,
@@ -110,6 +118,37 @@ class ReloadCollector:
         family.add_metric(["applied"], self._reloader.successes)
         family.add_metric(["refused"], self._reloader.failures)
         yield family
+        text = "When the configuration that is in force was read, in seconds since 1970."
+        name = "specd_config_reload_success_timestamp_seconds"
+        yield GaugeMetricFamily(name, text, value=self._reloader.read_at)
+
+
+class SendCollector:
+    """Time of the writes to streams: a plain count, for there is one a stream and step."""
+
+    def __init__(self, seconds: Distribution) -> None:
+        self._seconds = seconds
+
+    def collect(self) -> Iterator[Metric]:
+        text = "Time of one write to a stream, with waiting for its client to read."
+        family = HistogramMetricFamily("specd_send_seconds", text)
+        family.add_metric([], *_samples(self._seconds))
+        yield family
+
+
+class JournalCollector:
+    """Whether what is accepted is written down (`server.journal`)."""
+
+    def __init__(self, account: Account) -> None:
+        self._account = account
+
+    def collect(self) -> Iterator[Metric]:
+        journal = self._account.journal
+        text = "1 where the ids of accepted requests are written into a journal, 0 where not."
+        yield GaugeMetricFamily("specd_journal_enabled", text, value=float(journal is not None))
+        text = "Begins and ends of requests that could not be written into the journal when they came."
+        value = 0 if journal is None else journal.num_failed
+        yield CounterMetricFamily("specd_journal_failed_events", text, value=value)
 
 
 def _samples(distribution: Distribution) -> tuple[list[tuple[str, float]], float]:

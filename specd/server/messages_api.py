@@ -19,7 +19,17 @@ from aiohttp.typedefs import Handler
 from specd.errors import RequestError
 from specd.request import FinishReason, SequenceDelta
 from specd.server.answer_format import output_config, output_format, output_paths
-from specd.server.checks import Check, anything, documented, integer, invalid_type, stop_strings, unsupported
+from specd.server.checks import (
+    Check,
+    anything,
+    documented,
+    integer,
+    invalid_type,
+    schema_of,
+    stop_strings,
+    sub_object,
+    unsupported,
+)
 from specd.server.errors import json_response
 from specd.server.fields import Endpoint, FieldTable, read_table
 from specd.server.generation import REQUEST_ID_KEY, Generation
@@ -37,6 +47,7 @@ from specd.server.translation import (
 
 PATH = "/v1/messages"
 COUNT_PATH = "/v1/messages/count_tokens"
+PATHS = (PATH, COUNT_PATH)
 _KINDS = {
     400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
     413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error",
@@ -45,16 +56,20 @@ _KINDS = {
 _THINKING = {"adaptive": True, "disabled": False}
 
 
-@documented(
-    {"type": "object", "required": ["type"], "properties": {"type": {"type": "string", "enum": list(_THINKING)}}}
+_ASKED = sub_object(
+    {"type": anything({"type": "string", "enum": list(_THINKING)})},
+    unbuilt={"budget_tokens": (0,), "display": ("summarized",)},
 )
+
+
+@documented({**schema_of(_ASKED), "required": ["type"]})
 def thinking(value: Any, param: str) -> bool:
     """Whether the answer shows what the model thought: it does so of its own accord, and takes no budget for it."""
     if not isinstance(value, dict):
         raise invalid_type(param, "an object", value)
     if not isinstance(value.get("type"), str) or value["type"] not in _THINKING:
         raise unsupported(f"{param}.type", value.get("type"))
-    return _THINKING[value["type"]]
+    return _THINKING[_ASKED(value, param)["type"]]
 
 
 _TURN = ("continue_final_message", "add_generation_prompt")
@@ -103,7 +118,7 @@ class MessagesApi:
 
     async def on_prepare(self, request: web.Request, response: web.StreamResponse) -> None:
         """The request's name where Anthropic's SDK looks for it."""
-        if request.path in (PATH, COUNT_PATH):
+        if request.path in PATHS:
             response.headers["request-id"] = request.get(REQUEST_ID_KEY, "")  # none where the protocol was wrong
 
     @property
@@ -111,13 +126,13 @@ class MessagesApi:
         @web.middleware
         async def errors(request: web.Request, handler: Handler) -> web.StreamResponse:
             response = await handler(request)
-            wrong = response.status >= 400 and request.path in (PATH, COUNT_PATH)
-            return _in_our_shape(request, response) if wrong else response
+            wrong = response.status >= 400 and request.path in PATHS
+            return own_shape(request, response) if wrong else response
 
         return errors
 
 
-def _in_our_shape(request: web.Request, response: web.StreamResponse) -> web.StreamResponse:
+def own_shape(request: web.BaseRequest, response: web.StreamResponse) -> web.Response:
     """An error response that says the same as Anthropic would say it."""
     assert isinstance(response, web.Response), "a stream that has begun breaks off otherwise"
     assert isinstance(response.body, bytes), "error bodies are small and whole"
@@ -139,18 +154,18 @@ def translate(body: dict[str, Any]) -> Translation:
     values, ignored = read_table(body, FIELDS)
     if "max_tokens" not in values:
         raise RequestError("'max_tokens' is required", code="missing_parameter", param="max_tokens")
-    chat, unread = _prompt(values)
+    chat, places = _prompt(values)
     _check_turn(body, chat)
     chat |= {**shared_values(body), "max_tokens": body["max_tokens"], "stop": body.get("stop_sequences")}
     place = "output_format" if values.get("output_format") else "output_config.format"
     chat["response_format"] = _response_format(values)
     thinks = values.get("thinking", False)
-    params = {"stop": "stop_sequences", **output_paths(place), **MESSAGES_PATHS}
+    params = {"stop": "stop_sequences", **output_paths(place), **MESSAGES_PATHS, **places}
     return Translation(
         body=chat,
         encoder=functools.partial(MessagesEncoder, thinks=thinks),
         whole=functools.partial(_whole, thinks=thinks),
-        ignored=ignored + unread,
+        ignored=ignored,
         params=params,
         reads_parts=True,
     )
@@ -170,20 +185,24 @@ def _response_format(values: Mapping[str, Any]) -> dict[str, Any] | None:
 def translate_count(body: dict[str, Any]) -> Translation:
     """The same prompt; nothing is generated."""
     values, ignored = read_table(body, COUNT_FIELDS)
-    chat, unread = _prompt(values)
+    chat, places = _prompt(values)
     _check_turn(body, chat)
     chat["model"] = values.get("model")
     return Translation(
-        body=chat, encoder=MessagesEncoder, whole=_whole, ignored=ignored + unread, params=MESSAGES_PATHS
+        body=chat, encoder=MessagesEncoder, whole=_whole, ignored=ignored, params={**MESSAGES_PATHS, **places}
     )
 
 
-def _prompt(values: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """The fields of a chat's prompt, and the names in messages that nobody reads."""
-    messages, ignored = chat_messages(values)
-    begun = messages[-1]["role"] == "assistant"
+def _prompt(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """The fields of a chat's prompt, and where its messages were. Raises RequestError."""
+    chat = chat_messages(values)
+    last = f"messages[{len(values['messages']) - 1}]"
+    begun = chat.messages[-1]["role"] == "assistant"
+    if begun and "tool_calls" in chat.messages[-1]:
+        text = f"'{last}' calls tools: a message with their results must follow"
+        raise RequestError(text, code="invalid_value", param=last)
     turn = {"continue_final_message": begun, "add_generation_prompt": not begun}
-    return {"messages": messages, **turn, **_tools(values)}, ignored
+    return {"messages": chat.messages, **turn, **_tools(values)}, {**chat.places, **dict.fromkeys(_TURN, last)}
 
 
 def _tools(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,45 +13,38 @@ from collections.abc import Mapping
 from typing import Any
 
 from specd.errors import RequestError
-from specd.server.checks import Schema, invalid_type, out_of_range, string, unsupported
+from specd.server.checks import Schema, invalid_type, object_schema, out_of_range, string, unsupported
+from specd.server.message_schemas import content_schema, part_schema
 from specd.server.structured import required
-from specd.server.translation import text_part, text_parts
+from specd.server.translation import TranslatedChat, text_part, text_parts
 
 _ROLES = ("user", "assistant")
-_MESSAGE_NAMES = frozenset({"role", "content"})
-_BLOCK_NAMES = {
-    "tool_use": frozenset({"type", "id", "name", "input", "cache_control", "caller"}),
-    "tool_result": frozenset({"type", "tool_use_id", "content", "is_error", "cache_control"}),
-    "thinking": frozenset({"type", "thinking", "signature"}),
-    "redacted_thinking": frozenset({"type", "data"}),
-}
 _OF_ROLE = {
     "user": ("text", "tool_result"),
     "assistant": ("text", "tool_use", "thinking", "redacted_thinking"),
 }
 
 _STRING: Schema = {"type": "string"}
+_TEXT = part_schema("text")
+TEXTS_SCHEMA = content_schema(_TEXT)
 
 
-def _block_schema(kind: str, **properties: Schema) -> Schema:
+def _block_schema(kind: str, properties: Mapping[str, Schema], *inert: str) -> Schema:
     of_kind: Schema = {"type": {"type": "string", "enum": [kind]}}
-    required = [name for name in properties if name not in ("input", "content")]
-    return {"type": "object", "required": ["type", *required], "properties": {**of_kind, **properties}}
+    needed = [name for name in properties if name not in ("input", "content", "is_error")]
+    return object_schema({**of_kind, **properties}, inert, required=("type", *needed))
 
 
-def _content_schema(*blocks: Schema) -> Schema:
-    return {"anyOf": [_STRING, {"type": "array", "items": {"anyOf": list(blocks)}}]}
-
-
-_TEXT = _block_schema("text", text=_STRING)
-TEXTS_SCHEMA = _content_schema(_TEXT)
+_FAILED: Schema = {"const": False, "description": "true is not told to the model: the text says it"}
+_RESULT: dict[str, Schema] = {"tool_use_id": _STRING, "content": TEXTS_SCHEMA, "is_error": _FAILED}
+_USE: dict[str, Schema] = {"id": _STRING, "name": _STRING, "input": {"type": "object"}}
 _CONTENTS = {
-    "user": _content_schema(_TEXT, _block_schema("tool_result", tool_use_id=_STRING, content=TEXTS_SCHEMA)),
-    "assistant": _content_schema(
+    "user": content_schema(_TEXT, _block_schema("tool_result", _RESULT, "cache_control")),
+    "assistant": content_schema(
         _TEXT,
-        _block_schema("tool_use", id=_STRING, name=_STRING, input={"type": "object"}),
-        _block_schema("thinking"),
-        _block_schema("redacted_thinking"),
+        _block_schema("tool_use", _USE, "cache_control", "caller"),
+        _block_schema("thinking", {}, "thinking", "signature"),
+        _block_schema("redacted_thinking", {}, "data"),
     ),
 }
 MESSAGES_SCHEMA: Schema = {
@@ -70,53 +63,58 @@ MESSAGES_SCHEMA: Schema = {
 }
 
 
-def chat_messages(values: Mapping[str, Any]) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
-    """Chat messages, and the names in messages that nobody reads. Raises RequestError."""
+def chat_messages(values: Mapping[str, Any]) -> TranslatedChat:
+    """`system` and `messages` as chat messages. Raises RequestError."""
     if "messages" not in values:
         raise RequestError("'messages' is required", code="missing_parameter", param="messages")
     if not isinstance(values["messages"], list):
         raise invalid_type("messages", "a list of messages", values["messages"])
     if not values["messages"]:
         raise out_of_range("messages", "a list of at least one message", values["messages"])
-    messages: list[dict[str, Any]] = []
-    ignored: list[str] = []
+    chat = TranslatedChat()
     if values.get("system"):
-        messages.append({"role": "system", "content": text_parts(values["system"], "system", ("text",), ignored)})
+        texts = text_parts(values["system"], "system", ("text",))
+        chat.add({"role": "system", "content": texts}, {"": "system", ".content": "system"})
     for i, item in enumerate(values["messages"]):
         param = f"messages[{i}]"
         if not isinstance(item, dict):
             raise invalid_type(param, "an object", item)
         if item.get("role") not in _ROLES:
             raise out_of_range(f"{param}.role", "one of " + ", ".join(_ROLES), item.get("role"))
-        messages += _messages(item["role"], item.get("content"), f"{param}.content", ignored)
-        ignored += [f"{param}.{name}" for name in item if name not in _MESSAGE_NAMES]
-    return messages, tuple(ignored)
+        _add(chat, item["role"], item.get("content"), param)
+    return chat
 
 
-def _messages(role: str, content: Any, param: str, ignored: list[str]) -> list[dict[str, Any]]:
+def _add(chat: TranslatedChat, role: str, content: Any, param: str) -> None:
     """One message, and before it the results of tools that it brings."""
     if not isinstance(content, list):
-        return [{"role": role, "content": text_parts(content, param, ("text",), ignored)}]
-    texts, calls, results = [], [], []
+        chat.add({"role": role, "content": text_parts(content, f"{param}.content", ("text",))}, {"": param})
+        return
+    texts: list[dict[str, str]] = []
+    calls: list[dict[str, Any]] = []
+    results = 0
+    places = {"": param, ".tool_calls": f"{param}.content"}
     for i, block in enumerate(content):
-        where = f"{param}[{i}]"
+        where = f"{param}.content[{i}]"
         if not isinstance(block, dict):
             raise invalid_type(where, "an object", block)
         kind = block.get("type")
         if kind not in _OF_ROLE[role]:
             raise unsupported(f"{where}.type", kind)
         if kind == "text":
-            texts.append(text_part(block, where, ("text",), ignored))
+            places[f".content[{len(texts)}]"] = where
+            texts.append(text_part(block, where, ("text",)))
         elif kind == "tool_use":
+            place = f".tool_calls[{len(calls)}]"
+            places |= {place: where, f"{place}.function": where, f"{place}.function.arguments": f"{where}.input"}
             calls.append(_call(block, where))
         elif kind == "tool_result":
-            results.append(_result(block, where, ignored))
-        if kind != "text":  # whose names `text_part` looks at
-            known = _BLOCK_NAMES[kind] if not block.get("is_error") else _BLOCK_NAMES[kind] - {"is_error"}
-            ignored += [f"{where}.{name}" for name in block if name not in known]
+            results += 1
+            chat.add(_result(block, where), {"": where, ".tool_call_id": f"{where}.tool_use_id"})
     if calls:
-        return [{"role": role, "content": texts or None, "tool_calls": calls}]
-    return results if results and not texts else [*results, {"role": role, "content": texts}]
+        chat.add({"role": role, "content": texts or None, "tool_calls": calls}, places)
+    elif texts or not results:
+        chat.add({"role": role, "content": texts}, places)
 
 
 def _call(block: Mapping[str, Any], param: str) -> dict[str, Any]:
@@ -131,9 +129,9 @@ def _call(block: Mapping[str, Any], param: str) -> dict[str, Any]:
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": text}}
 
 
-def _result(block: Mapping[str, Any], param: str, ignored: list[str]) -> dict[str, Any]:
+def _result(block: Mapping[str, Any], param: str) -> dict[str, Any]:
     """What a tool said; that it failed (`is_error`) has no place in a chat's messages: its text says it."""
     call_id = string(required(block, "tool_use_id", param), f"{param}.tool_use_id")
     content = block.get("content")
-    said = "" if content is None else text_parts(content, f"{param}.content", ("text",), ignored)
+    said = "" if content is None else text_parts(content, f"{param}.content", ("text",))
     return {"role": "tool", "tool_call_id": call_id, "content": said}

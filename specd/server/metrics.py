@@ -2,8 +2,8 @@
 
 `specd_*` are our own names; `vllm:*` are the ones that dashboards and load tools already read. With
 `server.metrics_compat = "off"` what has those names gets ours, and what we have under a name of our own anyway is left
-out. Label sets are closed (never a request's own words), every series exists from the start at 0, and rates are left to
-the reader.
+out. Label sets are closed (never a request's own words), every series exists from the start at 0 (an estimate at NaN),
+and rates are left to the reader.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import generate_latest
 
 from specd.request import FinishReason, SequenceStats
-from specd.server.load_metrics import LoadCollector, loop_lag
+from specd.server.load_metrics import LoadCollector, SendCollector, loop_lag
 from specd.server.protocol import EngineProtocol
-from specd.status import EngineInfo, EngineState, EngineStats
+from specd.server.speculation_metrics import SpeculationCollector
+from specd.status import Distribution, EngineInfo, EngineState, EngineStats
 
 # `_created` series next to counters are read as values by load tools that sum everything with the counter's prefix.
 prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
@@ -27,6 +28,7 @@ prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _TTFT_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 600)
 _ITL_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
+_SEND_S = (0.00001, 0.000025, 0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.01, 0.1, 1, 10)
 _E2E_S = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
 _N = (1, 2, 5, 10, 20)
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
@@ -105,9 +107,12 @@ class ServerMetrics:
             buckets=_TTFT_S,
             registry=self.registry,
         )
+        self.sends = Distribution(_SEND_S)  # seconds of each write of a stream
+        self.registry.register(SendCollector(self.sends))
         self.loop_lag = loop_lag(self.registry)
         self.registry.register(_EngineCollector(engine, self._prefix))
         self.registry.register(LoadCollector(engine, self._labels, self._prefix))
+        self.registry.register(SpeculationCollector(engine))
 
     def _add_counters(self) -> None:
         self.responses = Counter(

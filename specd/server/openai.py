@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import gc
+import hmac
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
-
-import orjson
 
 from specd.config import Config
 from specd.errors import RequestError
 from specd.request import Grammar, Request, SamplingParams, SpeculationParams
-from specd.server.checks import out_of_range, unsupported
+from specd.server.checks import out_of_range, show, unsupported
+from specd.server.context import Room
 from specd.server.echo import Echo
-from specd.server.fields import Endpoint, read_fields, report_names
+from specd.server.fields import Endpoint, read_fields
 from specd.server.parts import PLAIN, Reading, marker_ids
 from specd.status import EngineInfo
 from specd.text import Tokenizer
@@ -47,6 +45,7 @@ class GenerationCall:
     return_token_ids: bool = False
     tokens_as_ids: bool = False
     timings: bool = False
+    spec_details: bool = False  # SGLang's names for what speculation did
     obfuscated: bool = False  # events are padded: their sizes tell little about what is in them
     echoes: tuple[Echo, ...] = ()  # one per prompt when the prompts are repeated
     reading: Reading = PLAIN  # what is looked for in the text
@@ -65,42 +64,14 @@ class GenerationCall:
         return self.requests[0].speculation.detail
 
 
-def parse_json(raw: bytes) -> dict[str, Any]:
-    """The body as an object. Raises RequestError(invalid_json)."""
-    try:
-        with _uncollected():
-            body = orjson.loads(raw)
-    except orjson.JSONDecodeError as error:
-        raise RequestError(f"the body is not valid JSON: {error}", code="invalid_json") from error
-    if not isinstance(body, dict):
-        raise RequestError("the body must be a JSON object", code="invalid_json")
-    return body
-
-
-@contextlib.contextmanager
-def _uncollected() -> Iterator[None]:
-    """Without looking for garbage: a body of many small lists would be gone through again and again while it is parsed,
-    and no thread runs meanwhile (measured: 4.8 s for 29 MiB of "[],", 0.75 s without)."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
 def read_body(
-    body: Mapping[str, Any], endpoint: Endpoint, config: Config, info: EngineInfo, *, strict: bool = False
+    body: Mapping[str, Any], endpoint: Endpoint, config: Config, info: EngineInfo
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Checks all that can be checked without a tokenizer: (honoured values, ignored names). Raises RequestError.
 
     Limits on n come before anything is multiplied by it.
     """
     values, ignored = read_fields(body, endpoint)
-    if strict and ignored:
-        names = report_names(ignored)
-        raise RequestError(f"unknown fields: {names}", code="unknown_parameter", param=names.partition(",")[0])
     required = "messages" if endpoint is Endpoint.CHAT else "prompt"
     if required not in values:
         raise RequestError(f"'{required}' is required", code="missing_parameter", param=required)
@@ -118,7 +89,7 @@ def check_model(values: dict[str, Any], info: EngineInfo) -> None:
     if name not in info.served_names:
         served = ", ".join(info.served_names)
         raise RequestError(
-            f"the model '{name[:128]}' does not exist; served here: {served}", code="model_not_found", param="model"
+            f"the model {show(name)} does not exist; served here: {served}", code="model_not_found", param="model"
         )
 
 
@@ -166,7 +137,7 @@ def build_call(
     created: int,
     arrival_s: float,
     serial: int = 0,
-    cache_salt: bytes = b"",
+    tenant: bytes = b"",
     weight: int = 1,
     timeout_s: float | None = None,
     exposed: bool = False,
@@ -176,6 +147,7 @@ def build_call(
     """Engine requests of one body that `read_body` has checked. RequestError when it does not fit the context.
 
     Without `echoes`, which take longer: see `echo.echoes_of`. grammar: `tool_grammar.output_grammar` of the values.
+    tenant: what separates the client's caches from others'. timeout_s: of the request's header; the shorter one counts.
     exposed: whether others may see how large the answer's packets are (obfuscation is then on by default).
     request_id is the client's name for the call. `serial` is never repeated and makes the engine's names unique: a
     client may use a name again as soon as it has left, before the engine has ended what it left behind.
@@ -192,11 +164,11 @@ def build_call(
         speculation=SpeculationParams(**values.get("speculation", {})),
         n=n,
         prediction=values.get("prediction"),
-        cache_salt=cache_salt,
-        tenant=cache_salt,
+        cache_salt=_cache_salt(tenant, values.get("cache_salt")),
+        tenant=tenant,
         weight=weight,
         priority=values.get("priority", _TIER_PRIORITIES.get(values.get("service_tier", ""), 0)),
-        timeout_s=timeout_s,
+        timeout_s=min((t for t in (timeout_s, values.get("timeout")) if t is not None), default=None),
         arrival_s=arrival_s,
         running_stats=values.get("timings_per_token", False),
     )
@@ -216,6 +188,11 @@ def build_call(
     )
 
 
+def _cache_salt(tenant: bytes, own: str | None) -> bytes:
+    """A client's own salt narrows what its key may share; it never reaches another key's caches."""
+    return tenant if own is None else hmac.digest(tenant, own.encode(), "sha256")
+
+
 def _writing(values: Mapping[str, Any], *, exposed: bool) -> dict[str, Any]:
     """How the answer is written: fields of the call."""
     options = values.get("stream_options", {})
@@ -225,6 +202,7 @@ def _writing(values: Mapping[str, Any], *, exposed: bool) -> dict[str, Any]:
         "continuous_usage": options.get("continuous_usage_stats", False),
         "return_token_ids": values.get("return_token_ids", False),
         "tokens_as_ids": values.get("return_tokens_as_token_ids", False),
+        "spec_details": values.get("return_spec_tokens_details", False),
         "obfuscated": options.get("include_obfuscation", exposed),
     }
 
@@ -252,25 +230,20 @@ def _requests(base: Request, prompts: list[tuple[int, ...]], caps: list[int], se
     )
 
 
+def room_of(values: Mapping[str, Any], endpoint: Endpoint, info: EngineInfo) -> Room:
+    """Where a checked request's prompts must fit in."""
+    asked = values.get("max_completion_tokens", values.get("max_tokens"))
+    return Room(info.max_len, asked, "messages" if endpoint is Endpoint.CHAT else "prompt")
+
+
 def _max_tokens(
     values: Mapping[str, Any], prompt_len: int, endpoint: Endpoint, config: Config, info: EngineInfo
 ) -> int:
     """Output cap of one prompt; what the client asked for must fit, a default is cut to what does."""
-    name = "max_completion_tokens" if "max_completion_tokens" in values else "max_tokens"
-    asked = values.get(name)
-    room = info.max_len - prompt_len
-    if room < 1 or (asked is not None and asked > room):
-        wanted = "" if asked is None else f" and {asked} more were requested for the output"
-        # LangChain knows a context that overflows by the words "prompt is too long", LiteLLM by the ones before.
-        advice = "the prompt is too long" if room < 1 else "shorten the prompt or the output"
-        raise RequestError(
-            f"this model's maximum context length is {info.max_len} tokens, but the prompt has {prompt_len} tokens"
-            f"{wanted}; {advice}",
-            code="context_length_exceeded",
-            param="messages" if endpoint is Endpoint.CHAT else "prompt",
-        )
+    space = room_of(values, endpoint, info)
+    room = space.check(prompt_len)
     default = config.sampling.max_tokens or (room if endpoint is Endpoint.CHAT else _DEFAULT_COMPLETION_TOKENS)
-    cap = min(default, room) if asked is None else int(asked)
+    cap = min(default, room) if space.asked is None else int(space.asked)
     if values.get("min_tokens", 0) > cap:
         raise out_of_range("min_tokens", f"at most the output's limit of {cap} tokens", values["min_tokens"])
     return cap

@@ -129,7 +129,8 @@ def document(config: Config, info: EngineInfo, *, version: str) -> dict[str, Any
             "title": "specd",
             "version": version,
             "description": "OpenAI-compatible generation with speculative decoding. Fields that are in no schema are "
-            "ignored and named in x-specd-ignored-fields; `null` means absent everywhere.",
+            "ignored and named in x-specd-ignored-fields; `null` means absent everywhere. What is no valid HTTP is a "
+            "400 without a route, headers that are too large a 431, an unknown Expect a 417: errors as any other.",
         },
         "paths": paths,
         "components": {

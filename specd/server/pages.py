@@ -9,6 +9,7 @@ from aiohttp import web
 
 from specd.config import Config
 from specd.errors import RequestError
+from specd.server.context import check_chars
 from specd.server.errors import json_response
 from specd.server.fields import (
     CHAT_PROMPT_FIELDS,
@@ -19,9 +20,10 @@ from specd.server.fields import (
     read_table,
 )
 from specd.server.generation import Generation, Handler, long_work, read_raw
+from specd.server.json_body import parse_json
 from specd.server.limits import limits
 from specd.server.metrics import CONTENT_TYPE, ServerMetrics, version
-from specd.server.openai import check_ids, check_model, parse_json
+from specd.server.openai import check_ids, check_model
 from specd.server.openapi import document
 from specd.server.protocol import EngineProtocol
 from specd.server.request_headers import strict_header
@@ -126,7 +128,8 @@ class Pages:
             if name in values:
                 raise RequestError(f"'{name}' needs 'messages'", code="invalid_value", param=name)
         add_special = values.get("add_special_tokens", True)
-        return tuple(self._engine.tokenizer.encode(values[texts[0]], add_special=add_special)), ()
+        text = check_chars(values[texts[0]], texts[0])
+        return tuple(self._engine.tokenizer.encode(text, add_special=add_special)), ()
 
     async def detokenize(self, request: web.Request) -> web.Response:
         """The text of token ids, special tokens written out."""

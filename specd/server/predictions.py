@@ -5,64 +5,47 @@ from __future__ import annotations
 from typing import Any
 
 from specd.errors import RequestError
-from specd.server.checks import MAX_SHOWN, Schema, documented, invalid_type, out_of_range, string
+from specd.server.checks import anything, choice, documented, invalid_type, out_of_range, schema_of, string, sub_object
+from specd.server.context import least_tokens
+from specd.server.structured import required
 from specd.text import Tokenizer
 
-_PART_SCHEMA: Schema = {
-    "type": "object",
-    "additionalProperties": False,
-    "required": ["type", "text"],
-    "properties": {"type": {"type": "string", "enum": ["text"]}, "text": {"type": "string"}},
-}
-
-
-@documented(
-    {
-        "type": "object",
-        "additionalProperties": False,
-        "required": ["type", "content"],
-        "properties": {
-            "type": {"type": "string", "enum": ["content"]},
-            "content": {"anyOf": [{"type": "string"}, {"type": "array", "minItems": 1, "items": _PART_SCHEMA}]},
-        },
-    }
+_PART = sub_object({"type": choice("text"), "text": string})
+_PARTS = {"type": "array", "minItems": 1, "items": {**schema_of(_PART), "required": ["type", "text"]}}
+_PREDICTION = sub_object(
+    {"type": choice("content"), "content": anything({"anyOf": [{"type": "string"}, _PARTS]})},
 )
+
+
+@documented({**schema_of(_PREDICTION), "required": ["type", "content"]})
 def prediction(value: Any, param: str) -> str:
     """{"type": "content", "content": text or text parts} as one text; parts follow each other without a gap."""
-    content = _typed(value, param, kind="content", name="content")
+    given = _PREDICTION(value, param)
+    required(given, "type", param)
+    content = required(given, "content", param)
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
         raise invalid_type(f"{param}.content", "a string or a list of text parts", content)
     if not content:
         raise out_of_range(f"{param}.content", "a string, or a list that is not empty", content)
-    places = [f"{param}.content[{i}]" for i in range(len(content))]
-    parts = [_typed(part, place, kind="text", name="text") for part, place in zip(content, places, strict=True)]
-    return "".join(string(part, f"{place}.text") for part, place in zip(parts, places, strict=True))
+    return "".join(_text(part, f"{param}.content[{i}]") for i, part in enumerate(content))
 
 
-def _typed(value: Any, param: str, *, kind: str, name: str) -> Any:
-    """Field `name` of an object {"type": kind, name: ...} that has no other."""
-    if not isinstance(value, dict):
-        raise invalid_type(param, "an object", value)
-    for key in value:
-        if key not in ("type", name):
-            path = f"{param}.{key[:MAX_SHOWN]}"
-            raise RequestError(f"'{path}' is not known; known are type, {name}", code="unknown_parameter", param=path)
-    for key in ("type", name):
-        if value.get(key) is None:
-            raise RequestError(f"'{param}.{key}' is required", code="missing_parameter", param=f"{param}.{key}")
-    if value["type"] != kind:
-        raise out_of_range(f"{param}.type", f'"{kind}"', value["type"])
-    return value[name]
+def _text(part: Any, param: str) -> str:
+    given = _PART(part, param)
+    required(given, "type", param)
+    return str(required(given, "text", param))
 
 
 def prediction_ids(text: str, tokenizer: Tokenizer, max_len: int) -> tuple[int, ...]:
     """A checked prediction's tokens. May be slow. Raises RequestError when no output could be that long."""
-    ids = tuple(tokenizer.encode(text, add_special=False))
-    if len(ids) > max_len:
+    least = least_tokens(text, tokenizer)
+    ids = tuple(tokenizer.encode(text, add_special=False)) if least <= max_len else None
+    if ids is None or len(ids) > max_len:
+        has = f"at least {least}" if ids is None else len(ids)
         raise RequestError(
-            f"'prediction.content' has {len(ids)} tokens; this model's maximum context length is {max_len} tokens, "
+            f"'prediction.content' has {has} tokens; this model's maximum context length is {max_len} tokens, "
             "prompt and output together, and no output is longer",
             code="context_length_exceeded",
             param="prediction.content",

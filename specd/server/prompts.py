@@ -8,20 +8,16 @@ from typing import Any
 
 from specd.config import ChatConfig
 from specd.errors import RequestError
-from specd.server.chat import ChatTemplate
-from specd.server.checks import invalid_type, out_of_range, string, token_ids, unsupported
-from specd.server.fields import asks_nothing
+from specd.server.chat import ChatTemplate, ChatTooLongError
+from specd.server.checks import asks_nothing, invalid_type, out_of_range, string, token_ids, unsupported
+from specd.server.context import Room, check_chars
+from specd.server.message_schemas import MESSAGE_UNBUILT, ROLES, THOUGHTS
 from specd.server.openai import check_ids
 from specd.server.reasoning import Thinking, after_message, after_prompt
 from specd.server.tools import Tool, content_text, hermes_messages, offered_tools, tool_calls
 from specd.text import Tokenizer
 
-_ROLES = ("system", "developer", "user", "assistant", "tool")
 _MESSAGE_STRINGS = ("name", "tool_call_id")
-# Parts of a message that ask for what is not built; SDKs send them back empty.
-_MESSAGE_UNBUILT = ("function_call", "audio")
-_MESSAGE_THOUGHTS = ("reasoning", "reasoning_content")
-_MESSAGE_INERT = frozenset({"refusal", "annotations", *_MESSAGE_THOUGHTS})
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -29,15 +25,24 @@ class Prompts:
     """What one body asks to be continued."""
 
     ids: list[tuple[int, ...]]
-    unread: tuple[str, ...] = ()  # names in it that nobody reads
+    unread: tuple[str, ...] = ()  # variables of the chat template that it does not read
     thinking: Thinking | None = None  # where the outputs stand; None where no thinking is looked for
 
 
-def completion_prompts(value: Any, tokenizer: Tokenizer, *, vocab_size: int, max_prompts: int) -> list[tuple[int, ...]]:
+def completion_prompts(
+    value: Any, tokenizer: Tokenizer, *, vocab_size: int, max_prompts: int, room: Room | None = None
+) -> list[tuple[int, ...]]:
     """`prompt` as one or more token sequences: a string, strings, ids, or lists of ids. Raises RequestError.
 
+    room: texts that cannot fit into it are refused; None: those that would take too long.
     Special tokens written in a string prompt are parsed as such, as peers do on this endpoint.
     """
+    given = [value] if isinstance(value, str) else value if isinstance(value, list) else []
+    texts = [text for text in given if isinstance(text, str)]
+    if room is not None:
+        room.check_texts(texts, tokenizer)
+    elif texts:
+        check_chars(max(texts, key=len), "prompt")
     if isinstance(value, str):
         return [_encode(value, "prompt", tokenizer)]
     if not isinstance(value, list):
@@ -77,8 +82,8 @@ def _ids(value: list[Any], param: str, vocab_size: int) -> tuple[int, ...]:
     return ids
 
 
-def check_messages(value: Any, *, calls: bool = True) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
-    """`messages` as a template wants them, and the names in them that nobody reads. Raises RequestError.
+def check_messages(value: Any, *, calls: bool = True) -> list[dict[str, Any]]:
+    """`messages` as a template wants them. Raises RequestError.
 
     calls: whether there may be calls of tools in them.
     Content parts come back as text parts (the template joins them); `developer` is OpenAI's newer name for `system`.
@@ -88,22 +93,18 @@ def check_messages(value: Any, *, calls: bool = True) -> tuple[list[dict[str, An
     if not value:
         raise out_of_range("messages", "a list of at least one message", value)
     messages: list[dict[str, Any]] = []
-    ignored: list[str] = []
     for i, item in enumerate(value):
         param = f"messages[{i}]"
         if not isinstance(item, dict):
             raise invalid_type(param, "an object", item)
         message = _message(item, param)
         if item.get("tool_calls") not in (None, []):
-            message["tool_calls"], unread = _calls(item, param, allowed=calls)
-            ignored += unread
+            message["tool_calls"] = _calls(item, param, allowed=calls)
         messages.append(message)
-        known = {"role", "content", "tool_calls", *_MESSAGE_STRINGS, *_MESSAGE_UNBUILT, *_MESSAGE_INERT}
-        ignored += [f"{param}.{name}" for name in item if name not in known]
-    return messages, tuple(ignored)
+    return messages
 
 
-def _calls(item: dict[str, Any], param: str, *, allowed: bool) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
+def _calls(item: dict[str, Any], param: str, *, allowed: bool) -> list[dict[str, Any]]:
     if not allowed:
         raise unsupported(f"{param}.tool_calls", item["tool_calls"])
     if item["role"] != "assistant":
@@ -113,7 +114,7 @@ def _calls(item: dict[str, Any], param: str, *, allowed: bool) -> tuple[list[dic
 
 
 def _message(item: dict[str, Any], param: str) -> dict[str, Any]:
-    for name in _MESSAGE_UNBUILT:
+    for name in MESSAGE_UNBUILT:
         if not asks_nothing(item.get(name), ()):
             raise unsupported(f"{param}.{name}", item[name])
     role = item.get("role")
@@ -121,14 +122,14 @@ def _message(item: dict[str, Any], param: str) -> dict[str, Any]:
         raise RequestError(f"'{param}.role' is required", code="missing_parameter", param=f"{param}.role")
     if not isinstance(role, str):
         raise invalid_type(f"{param}.role", "a string", role)
-    if role not in _ROLES:
-        raise out_of_range(f"{param}.role", "one of " + ", ".join(_ROLES), role)
+    if role not in ROLES:
+        raise out_of_range(f"{param}.role", "one of " + ", ".join(ROLES), role)
     content = _content(item, f"{param}.content")
     message: dict[str, Any] = {"role": "system" if role == "developer" else role, "content": content}
     for name in _MESSAGE_STRINGS:
         if item.get(name) is not None:
             message[name] = string(item[name], f"{param}.{name}")
-    for name in _MESSAGE_THOUGHTS if role == "assistant" else ():
+    for name in THOUGHTS if role == "assistant" else ():
         if item.get(name) is not None:
             message["reasoning_content"] = string(item[name], f"{param}.{name}")  # the name that templates know
     return message
@@ -191,10 +192,15 @@ def unread_kwargs(values: Mapping[str, Any], template: ChatTemplate | None) -> t
 
 
 def chat_prompts(
-    values: Mapping[str, Any], tokenizer: Tokenizer, template: ChatTemplate | None, chat: ChatConfig
+    values: Mapping[str, Any],
+    tokenizer: Tokenizer,
+    template: ChatTemplate | None,
+    chat: ChatConfig,
+    *,
+    room: Room | None = None,
 ) -> Prompts:
-    """The chat of checked fields through the model's own template. Raises RequestError."""
-    messages, unread = check_messages(values["messages"], calls=chat.tools != "refuse")
+    """The chat of checked fields through the model's own template. room: see above. Raises RequestError."""
+    messages = check_messages(values["messages"], calls=chat.tools != "refuse")
     options = chat_options(values, messages)
     if template is None:
         raise RequestError(
@@ -205,19 +211,26 @@ def chat_prompts(
         messages, offered = hermes_messages(messages, offered), ()
     else:
         _check_tools_are_read(messages, offered, template)
-    rendered = template.render(
-        messages,
-        add_generation_prompt=options.add_generation_prompt,
-        continue_final=options.continue_final,
-        tools=[tool.spec for tool in offered],
-        kwargs=options.kwargs,
-    )
+    try:
+        rendered = template.render(
+            messages,
+            add_generation_prompt=options.add_generation_prompt,
+            continue_final=options.continue_final,
+            tools=[tool.spec for tool in offered],
+            kwargs=options.kwargs,
+        )
+    except ChatTooLongError as error:
+        if room is not None:
+            room.check_texts([error.begun], tokenizer)
+        raise
+    if room is not None:
+        room.check_texts([rendered], tokenizer)
     ids = tuple(tokenizer.encode_chat(rendered))
     if not ids:
         raise out_of_range("messages", "messages that make at least one token", messages)
     thinks = chat.reasoning == "think" or (chat.reasoning == "auto" and template.thinks)
     place = _thinking(messages, rendered.text, options) if thinks else None
-    return Prompts([ids], unread + unread_kwargs(values, template), place)
+    return Prompts([ids], unread_kwargs(values, template), place)
 
 
 def _check_tools_are_read(messages: list[dict[str, Any]], offered: tuple[Tool, ...], template: ChatTemplate) -> None:

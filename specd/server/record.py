@@ -85,6 +85,11 @@ class RequestRecord:
             if delta.stats is not None:
                 self._metrics.observe_choice(delta.stats)
 
+    def sent(self, seconds: float) -> None:
+        """One write to the stream took so long."""
+        self.backpressure_s += seconds
+        self._metrics.sends.observe(seconds)
+
     def close(self, request_id: str, status: int | None) -> None:
         """Logs. status: of the response, None when the client left before there was one."""
         total_s = time.monotonic() - self.arrival_s

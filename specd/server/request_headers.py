@@ -5,10 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from specd.server.checks import out_of_range
+from specd.server.checks import MOST_TIMEOUT_S, out_of_range
 from specd.server.fields import SPECULATION
-
-MOST_TIMEOUT_S = 86400.0
 
 
 def request_timeout(header: str | None) -> float | None:

@@ -247,8 +247,8 @@ class ResponseWriter:
         }
 
     def metrics(self, stats: SequenceStats | None) -> dict[str, Any]:
-        """`{"metrics": {"speculative_decoding": ...}}` in vLLM's shape, or {} with detail "none"."""
-        if stats is None or self.call.detail == "none":
+        """`metrics` in vLLM's shape, not with detail "none", and `sglext` in SGLang's when asked for."""
+        if stats is None:
             return {}
         drafted, accepted, steps = stats.num_draft_tokens, stats.num_accepted_tokens, stats.num_spec_steps
         summary: dict[str, Any] = {
@@ -263,7 +263,8 @@ class ResponseWriter:
         if self.call.detail == "detailed":
             summary["per_step_accepted"] = list(stats.per_step_accepted)
             summary["per_step_drafted"] = list(stats.per_step_drafted)
-        return {"metrics": {"speculative_decoding": summary}}
+        found: dict[str, Any] = {} if self.call.detail == "none" else {"metrics": {"speculative_decoding": summary}}
+        return found | ({"sglext": {"spec_tokens_details": _sglang(summary)}} if self.call.spec_details else {})
 
     def timings(self, stats: SequenceStats | None) -> dict[str, Any]:
         """`{"timings": ...}` in llama.cpp's shape when asked for, from the stats so far."""
@@ -333,6 +334,18 @@ def _joined(first: dict[str, Any] | None, second: dict[str, Any] | None) -> dict
     if first is None or second is None:
         return first or second
     return {name: first[name] + second[name] for name in first}
+
+
+def _sglang(summary: dict[str, Any]) -> dict[str, Any]:
+    """The same numbers by SGLang's names (`return_spec_tokens_details`)."""
+    return {
+        "spec_accept_rate": summary["draft_acceptance_rate"],
+        "spec_accept_length": summary["mean_acceptance_length"],
+        "spec_num_correct_drafts": summary["num_accepted_draft_tokens"],
+        "spec_num_proposed_drafts": summary["num_draft_tokens"],
+        "spec_verify_ct": summary["num_spec_steps"],
+        "spec_correct_drafts_histogram": summary["acceptance_histogram"],
+    }
 
 
 def _rate(name: str, count: int, seconds: float) -> dict[str, Any]:

@@ -80,6 +80,9 @@ FIELDS = field_table(
 )  # fmt: skip
 
 
+_PATHS = {"messages": "input", "max_completion_tokens": "max_output_tokens", **TEXT_PATHS, **RESPONSES_PATHS}
+
+
 class ResponsesApi:
     """The handler of /v1/responses."""
 
@@ -95,21 +98,18 @@ def translate(body: dict[str, Any]) -> Translation:
     values, ignored = read_table(body, FIELDS)
     if "input" not in values:
         raise RequestError("'input' is required", code="missing_parameter", param="input")
-    messages, unread = input_messages(values["input"])
-    if "instructions" in values:
-        messages.insert(0, {"role": "system", "content": values["instructions"]})
-    chat = {**shared_values(body), "messages": messages}
-    chat |= {name: body.get(name) for name in ("stop", "stream_options")}
-    chat["max_completion_tokens"] = body.get("max_output_tokens")
-    chat |= {name: values.get(name) for name in ("tools", "tool_choice", "parallel_tool_calls")}
+    translated = input_messages(values["input"], values.get("instructions"))
+    chat = {**shared_values(body), "messages": translated.messages}
+    chat |= {"stop": body.get("stop"), "max_completion_tokens": body.get("max_output_tokens")}
+    chat |= {name: values.get(name) for name in ("tools", "tool_choice", "parallel_tool_calls", "stream_options")}
     chat["response_format"] = values.get("text")
     return Translation(
         body=chat,
         encoder=functools.partial(ResponsesEncoder, body=body),
         whole=functools.partial(_whole, body),
-        ignored=ignored + unread,
+        ignored=ignored,
         reads_parts=True,
-        params={"messages": "input", "max_completion_tokens": "max_output_tokens", **TEXT_PATHS, **RESPONSES_PATHS},
+        params={**_PATHS, **translated.places},
     )
 
 

@@ -11,44 +11,31 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from specd.server.checks import Schema, invalid_type, out_of_range, string, unsupported
-from specd.server.fields import asks_nothing
+from specd.server.checks import Schema, asks_nothing, invalid_type, object_schema, out_of_range, string, unsupported
+from specd.server.message_schemas import content_schema, part_schema
 from specd.server.structured import required
 from specd.server.tools import call_arguments
-from specd.server.translation import text_parts
+from specd.server.translation import TranslatedChat, text_parts
 
 _ROLES = ("user", "assistant", "system", "developer")
 _TEXT_KINDS = ("input_text", "output_text", "text", "refusal")
-_NAMES = {
-    "message": frozenset({"type", "role", "content", "id", "status", "phase"}),
-    "function_call": frozenset({"type", "call_id", "name", "arguments", "id", "status"}),
-    "function_call_output": frozenset({"type", "call_id", "output", "id", "status"}),
-    "reasoning": frozenset({"type", "id", "summary", "content", "encrypted_content", "status"}),
+# What comes back with an item of an earlier answer, and changes nothing.
+_INERT = {
+    "message": ("id", "status", "phase"),
+    "function_call": ("id", "status"),
+    "function_call_output": ("id", "status"),
+    "reasoning": ("id", "summary", "content", "encrypted_content", "status"),
 }
 
 _STRING: Schema = {"type": "string"}
-_TEXTS: Schema = {
-    "anyOf": [
-        _STRING,
-        {
-            "type": "array",
-            "items": {
-                "type": "object",
-                "required": ["type"],
-                "properties": {
-                    "type": {"type": "string", "enum": list(_TEXT_KINDS)},
-                    "text": _STRING,
-                    "refusal": _STRING,
-                },
-            },
-        },
-    ]
-}
+_TEXTS = content_schema(
+    *(part_schema(kind) for kind in _TEXT_KINDS if kind != "refusal"), part_schema("refusal", "refusal")
+)
 
 
-def _item_schema(kind: str, properties: Schema, *required: str) -> Schema:
-    of_kind = {"type": {"type": "string", "enum": [kind]}}
-    return {"type": "object", "required": [*required], "properties": {**of_kind, **properties}}
+def _item_schema(kind: str, properties: Mapping[str, Schema], *required: str) -> Schema:
+    kinds: Schema = {"type": "string", "enum": [kind]}
+    return object_schema({"type": kinds, **properties}, _INERT[kind], required=required)
 
 
 _CALL_SCHEMA = {
@@ -79,46 +66,53 @@ INPUT_SCHEMA: Schema = {
 }
 
 
-def input_messages(value: Any) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
-    """`input` as chat messages, and the names in it that nobody reads. Raises RequestError."""
+def input_messages(value: Any, instructions: str | None) -> TranslatedChat:
+    """`input` as chat messages, after the instructions. Raises RequestError."""
+    chat = TranslatedChat()
+    if instructions is not None:
+        chat.add({"role": "system", "content": instructions}, {"": "instructions", ".content": "instructions"})
     if isinstance(value, str):
-        return [{"role": "user", "content": value}], ()
+        chat.add({"role": "user", "content": value}, {"": "input", ".content": "input"})
+        return chat
     if not isinstance(value, list):
         raise invalid_type("input", "a string or a list of items", value)
     if not value:
         raise out_of_range("input", "a string, or a list of at least one item", value)
-    messages: list[dict[str, Any]] = []
-    ignored: list[str] = []
+    before = len(chat.messages)
     for i, item in enumerate(value):
         param = f"input[{i}]"
         if not isinstance(item, dict):
             raise invalid_type(param, "an object", item)
         given = {name: field for name, field in item.items() if field is not None}
         kind = given.get("type", "message")
-        if not isinstance(kind, str) or (kind not in _NAMES and not asks_nothing(kind, ())):
+        if not isinstance(kind, str) or (kind not in _INERT and not asks_nothing(kind, ())):
             raise unsupported(f"{param}.type", kind)
-        _add(messages, kind or "message", given, param, ignored)
-        ignored += [f"{param}.{name}" for name in item if name not in _NAMES[kind or "message"]]
-    if not messages:
+        _add(chat, kind or "message", given, param)
+    if len(chat.messages) == before:
         raise out_of_range("input", "a list with more than reasoning in it", value)
-    return messages, tuple(ignored)
+    return chat
 
 
-def _add(messages: list[dict[str, Any]], kind: str, item: Mapping[str, Any], param: str, ignored: list[str]) -> None:
+def _add(chat: TranslatedChat, kind: str, item: Mapping[str, Any], param: str) -> None:
     match kind:
         case "message":
             if item.get("role") not in _ROLES:
                 raise out_of_range(f"{param}.role", "one of " + ", ".join(_ROLES), item.get("role"))
-            content = text_parts(item.get("content"), f"{param}.content", _TEXT_KINDS, ignored)
-            messages.append({"role": item["role"], "content": content})
+            content = text_parts(item.get("content"), f"{param}.content", _TEXT_KINDS)
+            chat.add({"role": item["role"], "content": content}, {"": param})
         case "function_call":
-            if not messages or messages[-1]["role"] != "assistant":
-                messages.append({"role": "assistant", "content": None})
-            messages[-1].setdefault("tool_calls", []).append(_call(item, param))
+            if not chat.messages or chat.messages[-1]["role"] != "assistant":
+                chat.add({"role": "assistant", "content": None}, {"": param})
+            calls = chat.messages[-1].setdefault("tool_calls", [])
+            place = f".tool_calls[{len(calls)}]"
+            chat.place({".tool_calls": param} if not calls else {})
+            chat.place({place: param, f"{place}.function": param, f"{place}.id": f"{param}.call_id"})
+            calls.append(_call(item, param))
         case "function_call_output":
             call_id = string(required(item, "call_id", param), f"{param}.call_id")
-            output = text_parts(item.get("output"), f"{param}.output", _TEXT_KINDS, ignored)
-            messages.append({"role": "tool", "tool_call_id": call_id, "content": output})
+            output = text_parts(item.get("output"), f"{param}.output", _TEXT_KINDS)
+            places = {"": param, ".content": f"{param}.output", ".tool_call_id": f"{param}.call_id"}
+            chat.add({"role": "tool", "tool_call_id": call_id, "content": output}, places)
 
 
 def _call(item: Mapping[str, Any], param: str) -> dict[str, Any]:

@@ -52,7 +52,12 @@ def _rates(name: str) -> dict[str, Schema]:
 FINISH_REASON: Schema = const("stop", "length", "tool_calls")
 _STOP_REASON: Schema = {"anyOf": [STRING, INTEGER, {"type": "null"}]}
 _HEAD: dict[str, Schema] = {"id": STRING, "created": INTEGER, "model": STRING, "system_fingerprint": STRING}
-_EXTRAS: dict[str, Schema] = {"metrics": ref("Metrics"), "timings": ref("Timings"), "specd": ref("Origins")}
+_EXTRAS: dict[str, Schema] = {
+    "metrics": ref("Metrics"),
+    "timings": ref("Timings"),
+    "specd": ref("Origins"),
+    "sglext": record({"spec_tokens_details": {"type": "object"}}),
+}
 _CHOICE_EXTRAS: dict[str, Schema] = {**_EXTRAS, "token_ids": IDS, "prompt_token_ids": IDS, "stop_reason": _STOP_REASON}
 _CHUNK_EXTRAS: dict[str, Schema] = {
     **_EXTRAS,

@@ -55,6 +55,6 @@ class Sender:
         except TimeoutError as error:
             raise SlowClientError(f"nothing was read for {self._timeout_s:g} s") from error
         finally:
-            self._record.backpressure_s += time.monotonic() - start
+            self._record.sent(time.monotonic() - start)
         self._record.bytes_sent += len(data)
         self.sent_s = time.monotonic()

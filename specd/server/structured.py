@@ -21,6 +21,7 @@ from specd.server.checks import (
     choice,
     documented,
     invalid_type,
+    object_schema,
     out_of_range,
     schema_of,
     string,
@@ -79,18 +80,22 @@ _FORMATS: dict[str, Mapping[str, Check]] = {
     "json_object": {},
     "json_schema": {"json_schema": _JSON_SCHEMA},
 }
+# Where peers have the schema or another grammar; a schema that is of no use to the kind is refused, too.
+_ELSEWHERE = ("schema", "value", "regex", "grammar", "structures", "triggers")
+_UNBUILT: dict[str, dict[str, tuple[Any, ...]]] = {
+    kind: dict.fromkeys((*_ELSEWHERE, *({"json_schema"} - fields.keys())), ()) for kind, fields in _FORMATS.items()
+}
 _KIND = choice(*_FORMATS)
 _FORMAT_SCHEMA: Schema = {
     "anyOf": [
-        {
-            "type": "object",
-            "additionalProperties": False,
-            "required": ["type", *fields],
-            "properties": {
+        object_schema(
+            {
                 "type": {"type": "string", "enum": [kind]},
                 **{name: {**schema_of(check), "required": ["name", "schema"]} for name, check in fields.items()},
             },
-        }
+            unbuilt=_UNBUILT[kind],
+            required=("type", *fields),
+        )
         for kind, fields in _FORMATS.items()
     ]
 }
@@ -110,7 +115,7 @@ def response_format(value: Any, param: str) -> Grammar | None:
         raise invalid_type(param, "an object", value)
     given = {name: item for name, item in value.items() if item is not None}
     kind = _KIND(required(given, "type", param), f"{param}.type")
-    fields = sub_object({"type": _KIND, **_FORMATS[kind]})(given, param)
+    fields = sub_object({"type": _KIND, **_FORMATS[kind]}, unbuilt=_UNBUILT[kind])(given, param)
     if kind == "text":
         return None
     if kind == "json_object":
@@ -156,7 +161,13 @@ def _text(value: Any, param: str) -> str:
     return _limited(str(value), param)
 
 
-_OUTPUTS = sub_object({"json": _json, "regex": _regex, "choice": _choice, "grammar": _grammar})
+_OUTPUTS = sub_object(
+    {"json": _json, "regex": _regex, "choice": _choice, "grammar": _grammar},
+    unbuilt=dict.fromkeys(
+        ("structural_tag", "json_object", "whitespace_pattern", "disable_fallback", "disable_any_whitespace",
+         "disable_additional_properties"), (),
+    ),
+)  # fmt: skip
 
 
 @documented({**schema_of(_OUTPUTS), "maxProperties": 1})

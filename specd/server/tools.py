@@ -22,10 +22,12 @@ from specd.server.checks import (
     invalid_type,
     out_of_range,
     schema_of,
+    show,
     string,
     sub_object,
     unsupported,
 )
+from specd.server.json_body import check_counts
 from specd.server.structured import identifier, required, schema_text, too_complex
 
 MAX_TOOLS = 128
@@ -51,7 +53,7 @@ class Tool:
     """One function that the model may call."""
 
     name: str
-    spec: Mapping[str, Any]  # as the client sent it: what a template shows
+    spec: Mapping[str, Any]  # what a template shows: as the client sent it, in known names
     parameters: Mapping[str, Any]  # JSON Schema of the arguments: of an object, always
     strict: bool
 
@@ -65,26 +67,23 @@ class ToolChoice:
 _FUNCTION = sub_object(
     {"name": identifier, "description": string, "parameters": anything({"type": "object"}), "strict": boolean}
 )
-_TOOL = sub_object({"type": choice("function"), "function": _FUNCTION})
+TOOL_INERT = ("cache_control",)  # what is cached follows from the prompt alone
+TOOL_UNBUILT: dict[str, tuple[Any, ...]] = {"defer_loading": (), "allowed_callers": (["direct"],), "input_examples": ()}
+_TOOL = sub_object({"type": choice("function"), "function": _FUNCTION}, inert=TOOL_INERT, unbuilt=TOOL_UNBUILT)
 _CHOSEN = sub_object({"name": identifier})
 _NAMED = sub_object({"type": choice("function"), "function": _CHOSEN})
+_FUNCTION_NAMES = frozenset(schema_of(_FUNCTION)["properties"])
 _MODE = choice("none", "auto", "required")
 
 
-def _of_function(check: Any) -> Schema:
+def _of_function(outer: Any, inner: Any) -> Schema:
     """The JSON Schema of {"type": "function", "function": ...} around a function that must have a name."""
-    return {
-        "type": "object",
-        "additionalProperties": False,
-        "required": ["type", "function"],
-        "properties": {
-            "type": {"type": "string", "enum": ["function"]},
-            "function": {**schema_of(check), "required": ["name"]},
-        },
-    }
+    schema = schema_of(outer)
+    function = {**schema_of(inner), "required": ["name"]}
+    return {**schema, "required": ["type", "function"], "properties": {**schema["properties"], "function": function}}
 
 
-@documented({"type": "array", "maxItems": MAX_TOOLS, "items": _of_function(_FUNCTION)})
+@documented({"type": "array", "maxItems": MAX_TOOLS, "items": _of_function(_TOOL, _FUNCTION)})
 def tools(value: Any, param: str) -> tuple[Tool, ...] | None:
     """Function tools with names of their own; None for an empty list."""
     if not isinstance(value, list):
@@ -100,7 +99,7 @@ def tools(value: Any, param: str) -> tuple[Tool, ...] | None:
             raise too_complex(param, f"up to tool {i} they have {size} bytes, at most {MAX_BYTES} are allowed")
         if tool.name in found:
             where = f"{param}[{i}].function.name"
-            text = f"'{where}' is '{tool.name}', the name of an earlier tool: names must differ"
+            text = f"'{where}' is {show(tool.name)}, the name of an earlier tool: names must differ"
             raise RequestError(text, code="invalid_value", param=where)
         found[tool.name] = tool
     return tuple(found.values()) or None
@@ -119,10 +118,16 @@ def _tool(item: Any, param: str) -> Tool:
     schema_text(parameters, where)
     if parameters.get("type", "object") != "object":
         raise out_of_range(f"{where}.type", "object: arguments have names", parameters["type"])
-    return Tool(name, item, {**parameters, "type": "object"}, function.get("strict", False))
+    return Tool(name, _known(item), {**parameters, "type": "object"}, function.get("strict", False))
 
 
-@documented({"anyOf": [schema_of(_MODE), _of_function(_CHOSEN)]})
+def _known(item: Mapping[str, Any]) -> dict[str, Any]:
+    """A tool as the client sent it, without the names that are not read: they must not reach the prompt."""
+    function = {name: value for name, value in item["function"].items() if name in _FUNCTION_NAMES}
+    return {name: function if name == "function" else item[name] for name in item if name in ("type", "function")}
+
+
+@documented({"anyOf": [schema_of(_MODE), _of_function(_NAMED, _CHOSEN)]})
 def tool_choice(value: Any, param: str) -> ToolChoice:
     """One of none, auto and required, or one function by its name."""
     if isinstance(value, str):
@@ -150,7 +155,7 @@ def choice_of(values: Mapping[str, Any]) -> ToolChoice:
         return ToolChoice("auto")
     if chosen.mode == "named" and all(tool.name != chosen.name for tool in offered):
         names = ", ".join(tool.name for tool in offered[:10])
-        text = f"'tool_choice.function.name' is '{chosen.name}', which is none of the tools: {names}"
+        text = f"'tool_choice.function.name' is {show(chosen.name)}, which is none of the tools: {names}"
         raise RequestError(text, code="invalid_value", param="tool_choice.function.name")
     return chosen
 
@@ -163,16 +168,14 @@ def offered_tools(values: Mapping[str, Any]) -> tuple[Tool, ...]:
 # ---------------------------------------------------------------- earlier calls in messages
 
 
-def tool_calls(value: Any, param: str) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
-    """`tool_calls` of an assistant's message as templates want them, arguments as objects; and names nobody reads."""
+def tool_calls(value: Any, param: str) -> list[dict[str, Any]]:
+    """`tool_calls` of an assistant's message as templates want them, arguments as objects."""
     if not isinstance(value, list):
         raise invalid_type(param, "a list of tool calls", value)
-    ignored: list[str] = []
-    calls = [_tool_call(item, f"{param}[{i}]", ignored) for i, item in enumerate(value)]
-    return calls, tuple(ignored)
+    return [_tool_call(item, f"{param}[{i}]") for i, item in enumerate(value)]
 
 
-def _tool_call(item: Any, param: str, ignored: list[str]) -> dict[str, Any]:
+def _tool_call(item: Any, param: str) -> dict[str, Any]:
     if not isinstance(item, dict):
         raise invalid_type(param, "an object", item)
     given = {name: field for name, field in item.items() if field is not None}
@@ -187,8 +190,6 @@ def _tool_call(item: Any, param: str, ignored: list[str]) -> dict[str, Any]:
     call: dict[str, Any] = {"type": "function", "function": {"name": name, "arguments": arguments}}
     if "id" in given:
         call["id"] = string(given["id"], f"{param}.id")
-    ignored += [f"{param}.{other}" for other in item if other not in ("id", "type", "function")]
-    ignored += [f"{where}.{other}" for other in function if other not in ("name", "arguments")]
     return call
 
 
@@ -199,8 +200,9 @@ def call_arguments(value: Any, param: str) -> dict[str, Any]:
     """
     if value is None or value == "":
         return {}
+    check_counts(string(value, param).encode(errors="surrogatepass"), f"'{param}'", param)
     try:
-        found = json.loads(string(value, param))
+        found = json.loads(value)
         json.dumps(found, ensure_ascii=False, allow_nan=False).encode()  # as the prompt will have it
     except (ValueError, RecursionError):
         found = None

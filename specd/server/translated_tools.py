@@ -27,10 +27,14 @@ from specd.server.checks import (
     unsupported,
 )
 from specd.server.structured import required
-from specd.server.tools import MAX_TOOLS
+from specd.server.tools import MAX_TOOLS, TOOL_INERT, TOOL_UNBUILT
 
 RESPONSES_PATHS = {"tools[*].function": "tools[*]", "tool_choice.function": "tool_choice"}
-MESSAGES_PATHS = {**RESPONSES_PATHS, "tools[*].function.parameters": "tools[*].input_schema"}
+MESSAGES_PATHS = {
+    **RESPONSES_PATHS,
+    "tools[*].function.parameters": "tools[*].input_schema",
+    "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
+}
 
 _ANY_OBJECT = anything({"type": "object"})
 _FUNCTION = sub_object(
@@ -40,7 +44,8 @@ _FUNCTION = sub_object(
         "description": string,
         "parameters": _ANY_OBJECT,
         "strict": boolean,
-    }
+    },
+    unbuilt=TOOL_UNBUILT,
 )
 _CUSTOM = sub_object(
     {
@@ -49,8 +54,9 @@ _CUSTOM = sub_object(
         "description": string,
         "input_schema": _ANY_OBJECT,
         "strict": boolean,
-        "cache_control": anything({"type": "object"}),  # what is cached here follows from the prompt alone
-    }
+    },
+    inert=TOOL_INERT,
+    unbuilt=TOOL_UNBUILT,
 )
 _NAMED = sub_object({"type": choice("function"), "name": string})
 _MODES = ("none", "auto", "required")

@@ -28,8 +28,8 @@ SHARED = (
     "include_stop_str_in_output", "skip_special_tokens", "stream", "speculation", "prediction", "priority",
     "request_id", "chat_template_kwargs",
 )  # fmt: skip
-# Of a part of text; what surrounds it in answers comes back with them, and caching follows from the prompt alone.
-_PART_NAMES = frozenset({"type", "cache_control", "citations", "annotations", "logprobs"})
+_QUOTED = re.compile(r"'([a-z_][\w.\[\]-]*)'")
+_INDEX = re.compile(r"\[\d+\]")
 RESPONSE_PREFIX, MESSAGE_PREFIX = "resp_", "msg_"  # of an answer's `id`, instead of chat's
 # Chat's own fields that ask for something when they are false.
 _DEFAULT_TRUE = {"add_generation_prompt": (True,), "parallel_tool_calls": (True,)}
@@ -64,9 +64,9 @@ class Translation:
     body: Mapping[str, Any]  # of the chat completion
     encoder: Callable[[ResponseWriter], Encoder]
     whole: Callable[[ResponseWriter, Sequence[ChoiceText]], dict[str, Any]]
-    ignored: tuple[str, ...] = ()  # names in the request that nobody reads
+    ignored: tuple[str, ...] = ()  # dotted names in the request that nobody reads
     reads_parts: bool = False  # its answers tell thinking and calls apart from text
-    params: Mapping[str, str] = dataclasses.field(default_factory=dict)  # a chat field's path -> the request's own; [*]
+    params: Mapping[str, str] = dataclasses.field(default_factory=dict)  # see `own_path`
 
     def reading(
         self, values: Mapping[str, Any], thinking: Thinking | None, chat: ChatConfig, grammar: Grammar | None
@@ -78,22 +78,51 @@ class Translation:
 Translate = Callable[[dict[str, Any]], Translation]
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class TranslatedChat:
+    """The messages of a chat, and where in the request each place in them was."""
+
+    messages: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    places: dict[str, str] = dataclasses.field(default_factory=dict)  # "messages[2].content[0]" -> the request's own
+
+    def add(self, message: dict[str, Any], places: Mapping[str, str]) -> None:
+        """places: of paths below the message; "" is its own."""
+        self.messages.append(message)
+        self.place(places)
+
+    def place(self, places: Mapping[str, str]) -> None:
+        """More about the last message."""
+        index = len(self.messages) - 1
+        self.places.update({f"messages[{index}]{path}": own for path, own in places.items()})
+
+
+def own_path(path: str, params: Mapping[str, str]) -> str:
+    """The request's own name of a chat field's path: of the longest beginning of it that `params` have.
+
+    Their keys are paths with indices, or with [*] for any; each [*] of the value is the index at the same place.
+    """
+    for end in [len(path), *(match.start() for match in reversed([*re.finditer(r"[.\[]", path)]))]:
+        head = path[:end]
+        own = params.get(head, params.get(_INDEX.sub("[*]", head)))
+        if own is not None:
+            for index in _INDEX.findall(head):
+                own = own.replace("[*]", index, 1)
+            return own + path[end:]
+    return path
+
+
 @contextlib.contextmanager
 def own_names(params: Mapping[str, str]) -> Iterator[None]:
     """Refusals of a chat completion's fields in the words of the request that was translated."""
     try:
         yield
     except RequestError as error:
-        message, param = str(error), error.param or ""
-        for name in sorted(params, key=len, reverse=True):  # the longest that fits says it
-            path = re.escape(name).replace(r"\[\*\]", r"\[(\d+)\]")
-            place = re.compile(rf"{path}(?![A-Za-z0-9_-])")
-            if place.match(param):
-                own = params[name].replace("[*]", r"[\1]")
-                param = place.sub(own, param, count=1)
-                message = re.sub(f"'{place.pattern}", f"'{own}", message)
-                raise RequestError(message, code=error.code, param=param) from error
-        raise
+        message = str(error)
+        if error.code != "template_error":  # which is in the template's own words
+            told, got, value = message.partition("got ")  # the client's own value stays as it is
+            message = _QUOTED.sub(lambda quoted: f"'{own_path(quoted[1], params)}'", told) + got + value
+        param = own_path(error.param, params) if error.param else error.param
+        raise RequestError(message, code=error.code, param=param) from error
 
 
 def field_table(
@@ -115,8 +144,8 @@ def shared_values(body: Mapping[str, Any]) -> dict[str, Any]:
     return {name: body[name] for name in SHARED if body.get(name) is not None}
 
 
-def text_parts(value: Any, param: str, kinds: tuple[str, ...], ignored: list[str]) -> str | list[dict[str, str]]:
-    """A text, or a list of parts whose `type` is in `kinds`, for a chat message. ignored: takes the names nobody reads.
+def text_parts(value: Any, param: str, kinds: tuple[str, ...]) -> str | list[dict[str, str]]:
+    """A text, or a list of parts whose `type` is in `kinds`, for a chat message.
 
     What a part says is in `text`, a refusal in `refusal`.
     """
@@ -126,10 +155,10 @@ def text_parts(value: Any, param: str, kinds: tuple[str, ...], ignored: list[str
         raise RequestError(f"'{param}' is required", code="missing_parameter", param=param)
     if not isinstance(value, list):
         raise invalid_type(param, "a string or a list of text parts", value)
-    return [text_part(part, f"{param}[{i}]", kinds, ignored) for i, part in enumerate(value)]
+    return [text_part(part, f"{param}[{i}]", kinds) for i, part in enumerate(value)]
 
 
-def text_part(part: Any, param: str, kinds: tuple[str, ...], ignored: list[str]) -> dict[str, str]:
+def text_part(part: Any, param: str, kinds: tuple[str, ...]) -> dict[str, str]:
     """One part of such a list, for a chat message."""
     if not isinstance(part, dict):
         raise invalid_type(param, "an object", part)
@@ -138,7 +167,6 @@ def text_part(part: Any, param: str, kinds: tuple[str, ...], ignored: list[str])
     field = "refusal" if part["type"] == "refusal" else "text"
     if part.get(field) is None:
         raise RequestError(f"'{param}.{field}' is required", code="missing_parameter", param=f"{param}.{field}")
-    ignored += [f"{param}.{name}" for name in part if name not in (field, *_PART_NAMES)]
     return {"type": "text", "text": string(part[field], f"{param}.{field}")}
 
 

@@ -116,13 +116,28 @@ def join(texts: list[Text], length: int, eos_ids: tuple[int, ...]) -> list[Text]
         num_joined += len(joined[-1].ids) if len(group) > 1 else 0
     total = sum(len(text.ids) for text in joined)
     if not num_joined:
-        raise ConfigError(
-            f"--join {length}: no two chats could be joined: {sum(ended)} of {len(texts)} sequences are chats to train "
-            f"on that end with an end token, after every {(_JOINED_SHARE - 1) * length} tokens two of them that have "
-            f"at most {length} tokens together would be"
-        )
+        raise ConfigError(f"--join {length}: no two chats could be joined: {_why_none(texts, ended, length)}")
     print(f"{num_joined} of {total} tokens are in joined chats", file=sys.stderr, flush=True)
     return joined
+
+
+def _why_none(texts: list[Text], ended: list[bool], length: int) -> str:
+    """Why nothing was joined, and what to do."""
+    sizes = [len(text.ids) for text, mark in zip(texts, ended, strict=True) if mark]
+    if len(sizes) < 2:
+        rest = "the others are held out, or do not end with an end token"
+        return f"{len(sizes)} of {len(texts)} sequences can be: {rest}; give more chats, or leave --join out"
+    alone = (_JOINED_SHARE - 1) * length
+    there = sum(len(text.ids) for text in texts if not text.held_out)
+    if there <= alone + sum(sorted(sizes)[:2]):
+        return (
+            f"the corpus is too small: a fifth of the tokens is joined, so {alone} tokens pass alone before the first "
+            f"two chats are, and there are {there} to train on; give more chats, or a smaller --join"
+        )
+    return (
+        f"its chats are too long: two in a row must have at most {length} tokens together, and half of the "
+        f"{len(sizes)} chats have {sorted(sizes)[len(sizes) // 2]} or more; give a larger --join"
+    )
 
 
 def _template(chats: list[Text], eos_ids: tuple[int, ...]) -> tuple[int, npt.NDArray[np.int32]]:

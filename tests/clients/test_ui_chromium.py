@@ -80,6 +80,7 @@ async def test_a_prompt_with_and_without_speculation(drafting: Served, tmp_path:
         assert await page.evaluate(f"document.querySelectorAll('[data-mode=off] :is({_KEPT})').length") == 0
         for side in ("auto", "off"):
             assert "tokens/s" in await text(page, f"[data-mode={side}] .speed")
+            assert "(prompt cached)" in await text(page, f"[data-mode={side}] .stats"), "neither computes it alone"
 
         await page.point(f"[data-mode=auto] :is({_KEPT})")
         await page.until("!document.querySelector('#tip').hidden")

@@ -24,7 +24,7 @@ from specd.server.admin.arguments import Arguments
 from specd.server.admin.commands import COMMANDS, Command
 from specd.server.admin.console import Console
 from specd.server.admin.peers import Level, Peer, peer_of
-from specd.server.openai import parse_json
+from specd.server.json_body import parse_json
 
 _MAX_BODY_BYTES = 1 << 20  # of JSON, which is parsed on the loop
 _MAX_TEXT_BYTES = 4 << 20

@@ -72,6 +72,7 @@ def snapshot(console: Console, before: EngineStats | None) -> tuple[dict[str, An
         "model": console.engine.info.served_names[0],
         "drafter": console.engine.info.drafter,
         "speculation": speculation(console),
+        "speedup": stats.speedup,
         "running": stats.running,
         "waiting": stats.waiting,
         "pages": {"total": stats.pages_total, "free": stats.pages_free, "cached": stats.pages_cached},

@@ -25,16 +25,30 @@ class Pane {
     this.drafted = null; // drafts, at the end
     this.answer = ""; // without what the model thought
     this.done = false;
+    this.stopped = false;
+    this.cached = false; // whether the prompt was sent before
   }
 
   async run(body, signal) {
-    this.output.classList.replace("waiting", "live");
+    await this.#send(body, signal, (chunk) => this.#take(chunk));
+    this.done = !this.stopped;
+  }
+
+  /** Both runs then find the prompt in the prefix cache, where else the second one alone would. Not timed. */
+  async warm(body, signal) {
+    await this.#send(body, signal, () => {});
+  }
+
+  async #send(body, signal, take) {
+    this.output.classList.remove("waiting");
+    this.output.classList.add("live");
     try {
-      for await (const chunk of stream("v1/chat/completions", body, signal)) this.#take(chunk);
-      this.done = true;
+      for await (const chunk of stream("v1/chat/completions", body, signal)) take(chunk);
     } catch (error) {
-      if (signal.aborted) this.#note("stopped");
-      else {
+      if (signal.aborted) {
+        this.stopped = true;
+        this.#note("stopped");
+      } else {
         this.output.append(html("div", { class: "failed" }, error.message));
         throw error;
       }
@@ -71,7 +85,7 @@ class Pane {
     if (timings.predicted_n < 2) return;
     this.rate = ((timings.predicted_n - 1) * 1000) / timings.predicted_ms;
     this.speed.replaceChildren(html("b", {}, number(this.rate, 1)), " tokens/s");
-    this.first = `first after ${number(timings.prompt_ms)} ms`;
+    this.first = `first after ${number(timings.prompt_ms)} ms${this.cached ? " (prompt cached)" : ""}`;
     this.stats.textContent = `${number(timings.predicted_n)} tokens · ${this.first}`;
   }
 
@@ -124,7 +138,8 @@ function bodies(prompt, { system, prediction, speculation, sampling }) {
   };
   const auto = { ...common, speculation: { ...speculation, mode: "auto" } };
   if (prediction) auto.prediction = { type: "content", content: prediction };
-  return { auto, off: { ...common, speculation: { detail: "tokens", mode: "off" } } };
+  const warm = { ...common, max_tokens: 1, logprobs: false, top_logprobs: undefined, timings_per_token: false };
+  return { auto, off: { ...common, speculation: { detail: "tokens", mode: "off" } }, warm };
 }
 
 /** How far two texts agree. */
@@ -166,6 +181,11 @@ export async function ask(prompt, signal) {
   $("turns").append(turn);
   turn.scrollIntoView({ block: "start", behavior: "smooth" });
   try {
+    if (panes.off) {
+      await panes.auto.warm(body.warm, signal);
+      panes.auto.cached = panes.off.cached = true;
+    }
+    if (panes.auto.stopped) return;
     if (wish.order === "both") await Promise.all([panes.auto.run(body.auto, signal), panes.off.run(body.off, signal)]);
     else {
       await panes.auto.run(body.auto, signal);
