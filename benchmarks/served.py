@@ -24,7 +24,7 @@ _LOAD_S, _END_S = 600.0, 180.0
 class End:
     """How a daemon ended. account: accepted, finished, failed, aborted; None: it printed none that adds up."""
 
-    code: int
+    code: int | None  # None: it did not
     account: tuple[int, int, int, int] | None
     errors: list[str]  # lines of its log of level error, and of tracebacks
 
@@ -67,7 +67,8 @@ class Served:
 
     async def stop(self) -> End:
         """SIGTERM, and what it says of its requests at the end. RuntimeError, with its stacks, when it does not end."""
-        self.signal(signal.SIGTERM)
+        with contextlib.suppress(ProcessLookupError):  # it has ended by itself
+            self.signal(signal.SIGTERM)
         ending = asyncio.ensure_future(self.process.communicate())
         await asyncio.wait((ending,), timeout=_END_S)
         if not ending.done():

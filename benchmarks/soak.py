@@ -11,6 +11,7 @@ its memory, descriptors, threads and tasks are counted. It fails (exit code 1)
 - when one of them rises by more than its limit after the warm-up, by the median slope between windows (Theil and Sen);
 - when a page of the KV pool is not free while nobody is served;
 - when a request ends without a finish or an error, or with an error that it has no reason for;
+- when the daemon dies, or does not answer or end;
 - when accepted is not finished + failed + aborted, when one failed, or when the daemon logs an error;
 - when the answer to one of a few greedy prompts is not what it was at first, alone or among others.
 
@@ -44,8 +45,10 @@ from benchmarks.served import End, Served, serving
 from benchmarks.soak_site import Outcome, Site, Violation
 from benchmarks.soak_visits import GREEDY, KINDS, Kind, greedy_body, make, tool
 from specd.bench.report import machine
+from specd.errors import SpecdError
 
 _IDLE_S = 60.0  # to become idle once nobody asks
+_GREEDY_S = 300.0  # for a few short answers
 _TIMELINE_SPANS, _SPANS_A_STEP = 65536, 4  # see specd/timeline.py: at least schedule, verify, accept, refill
 _MOST_VIOLATIONS = 20  # of which the words are kept
 _SETTINGS = ("scheduler.max_running=8", "server.slow_client_timeout_s=5", "log.level=info")
@@ -128,12 +131,13 @@ class Soak:
         # What was left short by a reload or a command is as it was, so that all windows begin alike.
         self.site.config.write_text("[scheduler]\nmax_waiting = 256\n", encoding="utf-8")
         await self.site.served.call("POST", "/v1/reload", {})
-        await self._ask_greedy()
+        async with asyncio.timeout(_GREEDY_S):
+            await self._ask_greedy()
         return await self._idle()
 
     async def _work(self, until: float) -> None:
         weights = [kind.weight for kind in self.kinds]
-        while time.monotonic() < until:
+        while time.monotonic() < until and self.site.served.process.returncode is None:
             (kind,) = self.site.draw.choices(self.kinds, weights)
             await self._visit(kind)
 
@@ -231,7 +235,7 @@ async def soak(args: argparse.Namespace) -> dict[str, Any]:
                 site = Site(served, session, random.Random(args.seed), info["served_names"][0], info["max_len"], config)
                 work = Soak(site, await _kinds(site), workers=args.workers)
                 samples = await _windows(work, args)
-            end = await served.stop()
+            end = await _end(served)
     slopes, wrong = verdict(samples, work.violations, end, args.limits)
     return {
         "machine": before,
@@ -248,6 +252,13 @@ async def soak(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+async def _end(served: Served) -> End:
+    try:
+        return await served.stop()
+    except RuntimeError as error:  # it did not end
+        return End(None, None, [str(error)])
+
+
 async def _kinds(site: Site) -> list[Kind]:
     """All kinds of visits; without tools where this model or this daemon has none, which is said."""
     outcome = await tool(site)
@@ -262,7 +273,11 @@ async def _windows(work: Soak, args: argparse.Namespace) -> list[Sample]:
     print(HEAD, flush=True)
     samples: list[Sample] = []
     while (len(samples) < 2 or work.seconds < 60 * args.minutes) and work.num_violations < 10 * _MOST_VIOLATIONS:
-        samples.append(await work.window(args.window))
+        try:
+            samples.append(await work.window(args.window))
+        except (SpecdError, aiohttp.ClientError, OSError) as error:
+            work.violate(f"the daemon answers no more: {error}")
+            break
         print(row(samples[-1], work.num_violations), flush=True)
     return samples
 

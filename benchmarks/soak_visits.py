@@ -173,8 +173,8 @@ async def aborted(site: Site) -> Outcome:
     body = site.stream(max_tokens=200, ignore_eos=True)
     reading = asyncio.ensure_future(site.follow("/v1/chat/completions", body, headers={"X-Request-Id": name}))
     await asyncio.sleep(site.draw.random() * 0.5)
-    await site.served.call("DELETE", f"/v1/requests/{name}")
-    return (await reading)[0]
+    _, (outcome, _) = await asyncio.gather(site.served.call("DELETE", f"/v1/requests/{name}"), reading)
+    return outcome
 
 
 async def late(site: Site) -> Outcome:

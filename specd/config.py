@@ -44,7 +44,8 @@ class ServerConfig:
     )
     api_keys_file: str = option(
         "",
-        "File with one API key a line, read again by a reload; empty: no keys are asked for.",
+        "File with one API key a line, read again by a reload, which may name another file and not none; empty: no "
+        "keys are asked for.",
         flag="--api-key-file",
         reloadable=True,
     )

@@ -9,6 +9,7 @@ import dataclasses
 import difflib
 import math
 import re
+import stat
 import textwrap
 import tomllib
 import types
@@ -24,6 +25,7 @@ _PREFIX = "SPECD_"
 # What Kubernetes sets for a service whose name begins like a section: SPECD_SERVER_SERVICE_HOST for `specd-server`.
 _SERVICE_NAME = re.compile(r"SERVICE_(HOST|PORT)(_.*)?|PORT_\d+_(TCP|UDP|SCTP)(_.*)?")
 _SERVICE_VALUE = re.compile(r"(tcp|udp|sctp)://")
+_MOST_EXACT = 1 << 53  # whole numbers up to here are floats, too
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -118,15 +120,17 @@ def check(option: Option, value: object, source: str) -> Any:
     if isinstance(value, list) and all(isinstance(item, str) for item in value):
         value = tuple(value)
     if isinstance(value, int) and not isinstance(value, bool) and float in kinds and int not in kinds:
-        value = float(value)
+        value = float(value) if abs(value) <= _MOST_EXACT else value
     if not any(_is_a(value, kind) for kind in kinds) or (option.choices and value not in option.choices):
         hint = '; quote it to make it a string: "..."' if str in kinds and not option.choices else ""
         raise ConfigError(f"{source}: {option.key} = {_show(value)}: must be {option.describe()}{hint}")
     if isinstance(value, int | float) and not isinstance(value, bool):
         low, high = meta["range"]
         beyond = (low is not None and value < low) or (high is not None and value > high)
-        if beyond or not math.isfinite(value):
+        if beyond or (isinstance(value, float) and not math.isfinite(value)):
             raise ConfigError(f"{source}: {option.key} = {_show(value)}: must be {option.describe()}")
+    if "\0" in (value if isinstance(value, str) else "".join(value) if isinstance(value, tuple) else ""):
+        raise ConfigError(f"{source}: {option.key} = {_show(value)}: must not hold a zero character")
     if meta["check"] is not None:
         try:
             meta["check"](value)
@@ -174,11 +178,24 @@ def check_together(config: Config) -> None:
             )
 
 
+def check_rereadable(file: Path, name: str = "") -> None:
+    """For a file that is read while others are served. Raises ConfigError for a pipe, whose reader may wait for ever.
+
+    One that is not there is no error here. name: of the setting that names the file.
+    """
+    try:
+        regular = stat.S_ISREG(file.stat().st_mode)
+    except OSError:
+        return
+    if not regular:
+        raise ConfigError(f"{name and name + ': '}{file} is not a regular file, so it cannot be read again")
+
+
 def parse_value(text: str) -> Any:
     """TOML if the text is one TOML value, else the text itself (`--set model.path=my/model` needs no quotes)."""
     try:
         parsed = tomllib.loads(f"value = {text}")
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):  # as for a file
         return text
     return parsed["value"] if set(parsed) == {"value"} else text  # more keys: the text held a line break
 
@@ -209,7 +226,7 @@ def _read_file(file: Path) -> Iterator[tuple[str, str, Any]]:
         raise ConfigError(f"{file}: cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{file}: is not UTF-8 text: byte {error.start}") from error
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # tomllib: also for a number of thousands of digits, or deep nesting
         raise ConfigError(f"{file}: is not TOML: {error}") from error
     for section, table in tables.items():
         if section in _sections() and not isinstance(table, dict):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import reprlib
 import urllib.parse
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,7 @@ from specd.errors import ConfigError
 _UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 _UNITS |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _DRAFT = re.compile(r"auto|none|ngram|mtp\+ngram|(mtp|lm)(:.+)?|layers:[1-9][0-9]{0,8}", re.DOTALL)
+_MOST_BYTES = 1 << 62
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B|B|%|)")
 
 
@@ -53,7 +55,10 @@ def memory_bytes(value: int | str, *, ram_bytes: int) -> int | None:
     number, unit = float(match[1]), match[2]
     if unit == "%" and not 0 < number <= 90:
         raise ConfigError(f"{value!r} is not a usable share of RAM; allowed are more than 0% and at most 90%")
-    size = int(ram_bytes * number / 100) if unit == "%" else int(number * _UNITS[unit])
+    wanted = ram_bytes * number / 100 if unit == "%" else number * _UNITS[unit]
+    if wanted > _MOST_BYTES:
+        raise ConfigError(f"{reprlib.repr(value)} is more memory than any machine has")
+    size = int(wanted)
     if size <= 0:
         raise ConfigError(f"{value!r} is no memory at all; it must be more than 0")
     return size
@@ -64,7 +69,7 @@ def check_memory(value: int | str) -> None:
 
 
 def check_draft(value: str) -> None:
-    """The spelling alone; `drafters.registry.parse_draft` takes what this takes."""
+    """The spelling alone; `drafters.registry.parse_draft` reads what this lets pass."""
     if value == "mtp:builtin":
         raise ConfigError("heads inside a model's checkpoint ('mtp:builtin') are not read yet")
     if _DRAFT.fullmatch(value) is None:

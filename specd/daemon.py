@@ -196,8 +196,7 @@ async def _run(operation: Operation, listeners: list[socket.socket], admin: list
         operation.lag.observers.append(app[METRICS_KEY].loop_lag.observe)
         await _start(create_runner(app, shutdown_timeout_s=_LAST_BYTES_S), listeners, stack)
         control = create_admin_app(operation.console)
-        runner = aiohttp.web.AppRunner(control, access_log=None, shutdown_timeout=_LAST_BYTES_S)
-        await _start(runner, admin, stack)
+        await _start(create_runner(control, shutdown_timeout_s=_LAST_BYTES_S), admin, stack)
         # Left in reverse: the engine ends its streams, then the runners wait until the last bytes are written.
         stack.push_async_callback(engine_stack.aclose)
         addresses = [address_of(listener) for listener in listeners]

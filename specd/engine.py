@@ -7,6 +7,7 @@ the counts always add up: accepted == finished + failed + aborted + live.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import time
 from collections.abc import Sequence as Items
@@ -373,9 +374,9 @@ class Engine:
             step_tokens=counters.step_tokens.copy(),
         )
 
-    def requests(self) -> list[RequestStatus]:
-        """Every choice that has not ended."""
-        return [request_status(sequence) for sequence in live_sequences(self._scheduler)]
+    def requests(self, most: int | None = None) -> list[RequestStatus]:
+        """The first `most` choices that have not ended; None: every one."""
+        return [request_status(sequence) for sequence in itertools.islice(live_sequences(self._scheduler), most)]
 
     def request(self, request_id: str) -> list[RequestDetail]:
         """The choices of one live request; empty when there is none of that name."""

@@ -40,10 +40,15 @@ class Refusal:
 
     def body(self) -> dict[str, Any]:
         kind = "invalid_request_error" if self.status < 500 else "server_error"
-        return {"error": {"message": self.message, "type": kind, "param": None, "code": self.code}}
+        return error_body(self.message, kind=kind, code=self.code)
 
 
 Write = Callable[[web.BaseRequest, Refusal], web.Response]
+
+
+def error_body(message: str, *, kind: str, code: str, param: str | None = None) -> dict[str, Any]:
+    """An error in OpenAI's shape."""
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 def valid_request_id(header: str | None) -> str:
@@ -64,7 +69,7 @@ class JsonServer(web.Server):
     """aiohttp's server, whose own refusals are written by `write`. kwargs: aiohttp's."""
 
     def __init__(self, handler: Any, *, write: Write, **kwargs: Any) -> None:
-        super().__init__(handler, **kwargs)
+        super().__init__(handler, logger=_protocol_logger(), **kwargs)
         self.write = write
 
     def __call__(self) -> web.RequestHandler:
@@ -77,7 +82,7 @@ class JsonRunner(web.AppRunner):
     __slots__ = ("_write",)
 
     def __init__(self, app: web.Application, *, write: Write, **kwargs: Any) -> None:
-        super().__init__(app, logger=_protocol_logger(), **kwargs)
+        super().__init__(app, **kwargs)
         self._write = write
 
     async def _make_server(self) -> web.Server:
@@ -153,6 +158,8 @@ class _ProtocolLog(logging.Handler):
         error = record.exc_info[1] if record.exc_info else None
         if isinstance(error, HttpProcessingError):
             log.info("malformed_request_refused", error=type(error).__name__)
+        elif isinstance(error, ConnectionError):  # it left while its answer began
+            log.debug("client_gone", error=type(error).__name__)
         else:
             log.error("http_failed", message=record.getMessage(), exc_info=error)
 

@@ -67,7 +67,8 @@ class RequestJournal:
     def __init__(self, path: Path) -> None:
         """Reads, tells the log what was lost, and makes the file anew.
 
-        Raises JournalInUseError, ConfigError for a file that is no journal, OutputError when it cannot be opened.
+        Raises JournalInUseError, ConfigError for a file that is no journal or cannot be opened, OutputError for a full
+        disk.
         """
         self._path = path
         self._file = _open(path)
@@ -213,6 +214,9 @@ def _open(path: Path) -> int:
             ) from error
         except FileNotFoundError:
             pass  # as below
+        except OSError as error:
+            os.close(file)
+            raise ConfigError(f"server.journal: {path} cannot be locked: {error.strerror}") from error
         os.close(file)  # another process made the file anew and ended between the two: the one of that name counts
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from pathlib import Path
 
 from specd import log as logs
 from specd.config import Config
-from specd.errors import SpecdError
+from specd.config_loader import check_rereadable
+from specd.errors import ConfigError, SpecdError
 from specd.log import get_logger
 from specd.reload import Reloader, ReloadReport
 from specd.sdnotify import Notifier
@@ -59,6 +61,7 @@ class Operation:
         reconfigure = tuple(reconfigure)
 
         def prepare(config: Config) -> Callable[[], None]:
+            self._check_keys_file(config.server.api_keys_file)
             keys = ApiKeys.configured(config.server.api_keys_file)
             levels = Levels.configured(config.admin)
 
@@ -92,6 +95,17 @@ class Operation:
             return report
         finally:
             notify(self.notifier, "READY=1", status)
+
+    def _check_keys_file(self, path: str) -> None:
+        """Raises ConfigError for one that a reload does not take.
+
+        A configuration that is being written is empty for a moment: it must not open the server to everybody.
+        """
+        if self.reloader.config.server.api_keys_file and not path:
+            text = "server.api_keys_file: is not set any more; a reload keeps asking for keys, a restart does not"
+            raise ConfigError(text)
+        if path:
+            check_rereadable(Path(path), "server.api_keys_file")
 
     def _reload_by_signal(self) -> None:
         if self._signals.stop.drain.is_set():

@@ -12,6 +12,7 @@ from collections.abc import MutableMapping
 from specd.errors import ConfigError
 
 _FIRST_FD = 3  # sd_listen_fds(3)
+_SEND_S = 0.1  # for a manager whose queue is full: one that hangs must not take the caller's event loop along
 
 
 class Notifier:
@@ -19,6 +20,7 @@ class Notifier:
 
     def __init__(self, address: str | None, *, watchdog_s: float | None = None) -> None:
         self.address = address
+        self._hangs = False  # the latest datagram was not taken: the next one is not waited for
         self.watchdog_s = watchdog_s  # send WATCHDOG=1 more often than this; None = not asked for
 
     @classmethod
@@ -30,13 +32,16 @@ class Notifier:
         return cls(address or None, watchdog_s=watchdog_s)
 
     def send(self, *assignments: str) -> None:
-        """One datagram of VARIABLE=value lines ("READY=1", "STATUS=3 running"). Raises OSError if nobody listens."""
+        """One datagram of VARIABLE=value lines ("READY=1", "STATUS=3 running"). Raises OSError if nobody takes it."""
         if self.address is None:
             return
         # A leading @ is an abstract socket: the kernel wants a zero byte there.
         address = "\0" + self.address[1:] if self.address.startswith("@") else self.address
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sock:
+            sock.settimeout(0.0 if self._hangs else _SEND_S)
+            self._hangs = True
             sock.sendto("\n".join(assignments).encode(), address)
+            self._hangs = False
 
 
 def listen_sockets(env: MutableMapping[str, str]) -> dict[str, list[socket.socket]]:

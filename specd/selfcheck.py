@@ -7,7 +7,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable
 
-from specd.errors import EngineError, RequestError
+from specd.errors import AbortedError, EngineError, RequestError
 from specd.log import get_logger
 from specd.request import (
     FinishReason,
@@ -126,6 +126,8 @@ async def _greedy(
     request = Request(name, tuple(prompt), params, speculation, cache_salt=name.encode(), arrival_s=time.monotonic())
     deltas = [delta async for delta in submit(request)]
     last = deltas[-1]
+    if isinstance(last.error, AbortedError):
+        raise last.error  # somebody ended it: it says nothing of the engine
     if last.stats is None or last.finish_reason is not FinishReason.LENGTH:
         raise EngineError(f"a prompt of the self-test ended with {last.finish_reason}: {last.error}")
     return [token for delta in deltas for token in delta.token_ids], last.stats

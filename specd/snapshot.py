@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import time
+from collections.abc import Iterator
 
 from specd.pages import PagePool
 from specd.pipeline.schedule import Scheduler
@@ -15,9 +17,9 @@ _USER_TEXT = ("stop", "logit_bias", "bad_words_ids", "allowed_token_ids")  # of 
 _MOST_CELLS = 512  # of a page map
 
 
-def live_sequences(scheduler: Scheduler) -> tuple[Sequence, ...]:
+def live_sequences(scheduler: Scheduler) -> Iterator[Sequence]:
     """Every choice that has not ended, running ones first."""
-    return (*scheduler.running, *scheduler.waiting)
+    return itertools.chain(scheduler.running, scheduler.waiting)
 
 
 def request_status(sequence: Sequence) -> RequestStatus:

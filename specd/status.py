@@ -102,7 +102,7 @@ class EngineStats:
     requests_aborted: int = 0
     requests_finished: int = 0
     lost_before: int = 0  # requests that the process before this one left open, by its journal
-    drains: int = 0  # times that it stopped accepting in order to end or to pause
+    drains: int = 0  # times that it stopped accepting, to end or until it is resumed
     failed_drafts: int = 0  # steps whose drafter failed: they went on without drafts
     failed_refills: int = 0
     undrafted: Mapping[str, int] = dataclasses.field(default_factory=dict)  # rows' steps, by UNDRAFTED

@@ -115,8 +115,11 @@ class Tokenizer:
         if not isinstance(backend, tokenizers.Tokenizer):
             raise ModelError(f"the tokenizer in {path} ({type(loaded).__name__}) has no tokenizers backend")
         eos_id, bos_id = loaded.eos_token_id, loaded.bos_token_id
+        own = tokenizers.Tokenizer.from_str(backend.to_str())  # a copy: settings of the loaded object do not leak in
+        own.no_truncation()  # which a folder may have; a prompt is never cut
+        own.no_padding()
         return cls(
-            tokenizers.Tokenizer.from_str(backend.to_str()),  # a copy: settings of the loaded object do not leak in
+            own,
             eos_ids=() if eos_id is None else (int(eos_id),),
             bos_id=None if bos_id is None else int(bos_id),
             add_bos=bos_id is not None and backend.encode("", add_special_tokens=True).ids[:1] == [bos_id],

@@ -19,6 +19,7 @@ from specd.server.admin.console import Console, Daemon, Shutdown
 from specd.server.admin.keyfile import KeyFile
 from specd.server.admin.peers import Levels
 from specd.server.admin.sockets import bind_admin_socket
+from specd.server.app import create_runner
 from specd.server.auth import ApiKeys
 from specd.status import EngineState, KVStatus, LengthPolicy, RequestDetail, RequestStatus, StepRecord
 
@@ -33,7 +34,7 @@ class Controls:
     cached_pages = 3
     limits: SchedulerConfig | None = None
 
-    def requests(self) -> list[RequestStatus]:
+    def requests(self, most: int | None = None) -> list[RequestStatus]:
         raise NotImplementedError
 
     def resume(self) -> None:
@@ -131,7 +132,7 @@ class Caller:
 @contextlib.asynccontextmanager
 async def serving(path: Path, engine: Any, desk: Desk | None = None) -> AsyncIterator[Caller]:
     console = (desk or Desk()).console(engine)
-    runner = web.AppRunner(create_admin_app(console), access_log=None, shutdown_timeout=2.0)
+    runner = create_runner(create_admin_app(console), shutdown_timeout_s=2.0)
     await runner.setup()
     try:
         await web.SockSite(runner, bind_admin_socket(path)).start()

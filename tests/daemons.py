@@ -95,7 +95,7 @@ class FakeEngine(Controls):
     def stats(self) -> EngineStats:
         return dataclasses.replace(STATS, state=self.state, paused=self.paused, **self.changes)
 
-    def requests(self) -> list[RequestStatus]:
+    def requests(self, most: int | None = None) -> list[RequestStatus]:
         return []
 
     def trace(self, seconds: float) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any
 
@@ -203,10 +204,10 @@ class FakeEngine:
     def stats(self) -> EngineStats:
         return dataclasses.replace(self.snapshot, state=self.state, running=len(self.live))
 
-    def requests(self) -> list[RequestStatus]:
+    def requests(self, most: int | None = None) -> list[RequestStatus]:
         return [
             RequestStatus(name, 0, "decoding", 0.5, len(request.prompt_ids), 1, 1, 2, 4, 2)
-            for name, request in self.live.items()
+            for name, request in itertools.islice(self.live.items(), most)
         ]
 
     def page_map(self) -> PageMap:

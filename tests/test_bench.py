@@ -113,6 +113,15 @@ async def test_compare_alternates_and_takes_ratios_within_rounds() -> None:
         (b"", "without [DONE]"),
         (b'data: {"error": {"message": "broken engine"}}\n\n', "broken engine"),
         (b"data: {oops\n\n", "not JSON"),
+        (b"data: [1]\n\n", "an event is no object"),
+        (b'data: {"choices": {"a": 1}}\n\n', "choices is no list"),
+        (b'data: {"choices": [1]}\n\n', "a choice is no object"),
+        (b'data: {"choices": [{"delta": [1]}]}\n\n', "delta is no object"),
+        (b'data: {"choices": [{"delta": {"content": 5}}]}\n\n', "content is no string"),
+        (b'data: {"usage": "much"}\n\n', "usage is no object"),
+        (b'data: {"usage": {"completion_tokens": -1}}\n\n', "usage.completion_tokens is no count"),
+        (b'data: {"metrics": {"speculative_decoding": {"num_spec_steps": "x"}}}\n\n', "num_spec_steps is no count"),
+        (b"data: " + b"x" * (1 << 20), "too long"),
     ],
 )
 async def test_broken_streams_are_failures(tail: bytes, message: str) -> None:
@@ -127,6 +136,31 @@ async def test_broken_streams_are_failures(tail: bytes, message: str) -> None:
 async def test_a_server_that_is_not_there() -> None:
     with pytest.raises(SpecdError, match=r"^http://127\.0\.0\.1:9: Connection refused; is the server running\?$"):
         await run_load(load("http://127.0.0.1:9"))
+
+
+async def test_load_goes_where_it_was_sent() -> None:
+    """Not where the server sends it: that may be another machine."""
+    server = FakeServer()
+
+    async def elsewhere(request: web.Request) -> web.Response:
+        return web.Response(status=307, headers={"Location": "http://example.org/v1/chat/completions"})
+
+    server.chat = elsewhere  # type: ignore[method-assign]
+    report = await server.use(lambda url: run_load(load(url)))
+    assert report["summary"]["auto"]["errors_by_kind"] == {"http.307": 6}
+
+
+async def test_a_server_that_hangs_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specd.bench.client._MODELS_S", 0.1)
+    server = FakeServer()
+
+    async def hang(request: web.Request) -> web.Response:
+        await asyncio.sleep(0.5)
+        return web.json_response({"data": [{"id": "late"}]})
+
+    server.models = hang  # type: ignore[method-assign]
+    with pytest.raises(SpecdError, match=r"TimeoutError.*; is the server running"):
+        await server.use(lambda url: run_load(load(url)))
 
 
 def test_what_is_sent_is_said() -> None:

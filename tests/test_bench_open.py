@@ -270,7 +270,7 @@ def test_options_that_contradict_are_refused() -> None:
         ("--duration 5", "--duration 5.0: only with --rate"),
         ("--rate 1 --concurrency 4", "--concurrency: is of the closed loop"),
         ("--rate 1 --compare off", "--compare: is of the closed loop"),
-        ("--rate 1 --warmup -1", "--warmup -1: must not be negative"),
+        ("--rate 1 --warmup -1", "--warmup -1: must be at least 0, and finite"),
         ("--find-rate", "--find-rate: needs an objective"),
         ("--rate 1 --search-time 9", "--search-time 9.0: only with --find-rate"),
         ("--find-rate --slo e2e=1s --goodput-target 2", "--goodput-target 2"),

@@ -142,6 +142,14 @@ def test_errors_name_the_source(tmp_path: Path) -> None:
         ("server = 1\n", ["server", "[server]"]),
         ("[server\n", ["TOML", "line 1"]),
         ("[server]\nport = 1\nport = 2\n", ["TOML"]),
+        ("[server]\nport = " + "9" * 5000, ["TOML"]),
+        ("[server]\nui_hosts = " + "[" * 5000 + "]" * 5000, ["TOML"]),
+        ("[server]\ndrain_timeout_s = " + "9" * 400, ["server.drain_timeout_s", "86400"]),
+        ("[server]\nmax_stop = " + "9" * 400, ["server.max_stop", "64"]),
+        ("[kv]\nmemory = " + "9" * 400, ["kv.memory", "more memory than any machine has"]),
+        ('[kv]\nmemory = "' + "9" * 400 + 'GiB"', ["kv.memory", "more memory than any machine has"]),
+        ('[server]\napi_keys_file = "a\\u0000b"', ["server.api_keys_file", "zero character"]),
+        ('[admin]\nadmins = ["a\\u0000b"]', ["admin.admins", "zero character"]),
     ],
 )
 def test_files_that_cannot_be_used(tmp_path: Path, text: str, words: list[str]) -> None:

@@ -266,25 +266,37 @@ def test_not_allowed(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
         assert served.ctl("status") == 0
 
 
-def test_nobody_and_strangers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "x.sock"
-    assert cli.main(["ctl", "--socket", str(path), "status"]) == 69
+def test_nobody_is_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["ctl", "--socket", str(tmp_path / "x.sock"), "status"]) == 69
     assert "x.sock" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("verb", "content"),
+    [
+        ("status", b"hi"),
+        pytest.param("status", b"[" * 100_000, id="deep"),
+        ("events", b"[1]\n"),
+        ("top", b'{"message": "page not found"}\n'),
+    ],
+)
+def test_strangers(tmp_path: Path, capsys: pytest.CaptureFixture[str], verb: str, content: bytes) -> None:
+    path = tmp_path / "x.sock"
 
     def answer(listener: socket.socket) -> None:
         connection, _ = listener.accept()
         with connection:
             connection.recv(4096)
-            connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nhi")
+            connection.sendall(f"HTTP/1.1 200 OK\r\nContent-Length: {len(content)}\r\n\r\n".encode() + content)
 
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(path))
         listener.listen()
         thread = threading.Thread(target=answer, args=(listener,))
         thread.start()
-        assert cli.main(["ctl", "--socket", str(path), "status"]) == 69
+        assert cli.main(["ctl", "--socket", str(path), verb]) == 69
         thread.join(5)
-    assert "not JSON" in capsys.readouterr().err
+    assert "not JSON, or not specd's" in capsys.readouterr().err
 
 
 def test_every_verb_has_an_action() -> None:

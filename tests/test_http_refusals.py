@@ -89,12 +89,14 @@ async def test_a_wrong_expectation(path: str) -> None:
 async def test_while_the_model_is_loaded() -> None:
     listener = bind("127.0.0.1", 0)
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    async with loading_site([listener]), aiohttp.ClientSession() as session:
-        client = Client(url, session)
-        for reply in (await client.chat(), (await send(client, b"\x00\x01\r\n\r\n"))[0]):
-            assert reply.error["code"] == ("loading" if reply.status == 503 else "malformed_request")
-            assert len(reply.headers["x-request-id"]) == 32
+    with structlog.testing.capture_logs() as logs:
+        async with loading_site([listener]), aiohttp.ClientSession() as session:
+            client = Client(url, session)
+            for reply in (await client.chat(), (await send(client, b"GET / HTTP/1.1\r\nfoo bar\r\n\r\n"))[0]):
+                assert reply.error["code"] == ("loading" if reply.status == 503 else "malformed_request")
+                assert len(reply.headers["x-request-id"]) == 32
     listener.close()
+    assert [line["event"] for line in logs] == ["malformed_request_refused"], "no traceback for garbage"
 
 
 async def test_a_handler_that_breaks_outside_the_application() -> None:

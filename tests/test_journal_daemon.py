@@ -20,7 +20,7 @@ from specd.journal import RequestJournal
 from specd.request import FinishReason
 from tests.engines import ask, generate, make_parts, running
 from tests.service_manager import Manager
-from tests.test_journal import lost
+from tests.test_journal import lost, until
 from tests.tiny import tiny_config, write_hf_folder
 
 ENDLESS = 16_000  # tokens: nobody waits for them
@@ -90,8 +90,7 @@ def test_a_kill_in_mid_stream(manager: Manager, journal: Path) -> None:
     assert (found["specd_requests_lost_total"], found["specd_journal_failed_events_total"]) == (4, 0)
     cut = Stream(manager, "cut", "off by a second signal", ENDLESS)
     manager.send(signal.SIGTERM)
-    while metrics(manager)["specd_drains_total"] == 0:
-        pass
+    until(lambda: metrics(manager)["specd_drains_total"] == 1)
     manager.send(signal.SIGTERM)
     assert "shutting_down" in cut.rest()
     assert manager.end() == (75, (1, 0, 0, 1))

@@ -9,7 +9,9 @@ from typing import Any
 
 import orjson
 import pytest
+import structlog
 
+from specd.http_refusals import _protocol_logger
 from specd.request import TokenLogprob
 from specd.status import EngineState
 from tests.fake_engine import FakeEngine, Script, byte_tokenizer
@@ -234,3 +236,10 @@ async def test_log_line(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (bad["status"], bad["error"]) == (400, "out_of_range")
     assert "SECRET" not in str(lines)
     assert "hello" not in str(lines)
+
+
+@pytest.mark.parametrize(("error", "level"), [(ConnectionResetError("gone"), "debug"), (RuntimeError("ours"), "error")])
+def test_a_client_who_leaves_while_his_answer_begins_is_no_fault(error: Exception, level: str) -> None:
+    with structlog.testing.capture_logs() as lines:
+        _protocol_logger().error("Error handling request", exc_info=error)
+    assert [line["log_level"] for line in lines] == [level]

@@ -9,9 +9,10 @@ from typing import Any
 
 import aiohttp
 import pytest
+import structlog
 
-from specd.errors import DrainingError, EngineError, QueueFullError
-from specd.request import Request
+from specd.errors import DrainingError, EngineError, GrammarError, QueueFullError, SpecdError
+from specd.request import FinishReason, Request, SequenceDelta
 from tests.fake_engine import FakeEngine, Script
 from tests.http_server import HELLO, Client, serve, until
 
@@ -221,3 +222,26 @@ async def test_half_closed_clients_are_gone() -> None:
         await until(lambda: not engine.live)
         writer.close()
         await writer.wait_closed()
+
+
+@pytest.mark.parametrize("ours", [False, True])
+async def test_a_grammar_that_fails_in_a_stream_is_no_fault_of_the_server(ours: bool) -> None:
+    """The client's own: it is told with status 400 where there is no stream, and anybody can send it."""
+    engine = FakeEngine()
+    error: SpecdError = EngineError("a fault") if ours else GrammarError("the grammar became too complex")
+    tokens = 0
+
+    def change(delta: SequenceDelta) -> SequenceDelta:
+        nonlocal tokens
+        tokens += 1
+        if tokens < 3:
+            return delta
+        return dataclasses.replace(delta, finish_reason=FinishReason.ERROR, error=error, token_ids=(), text="")
+
+    engine.change = change
+    with structlog.testing.capture_logs() as lines:
+        async with serve(engine) as client:
+            response = await client.session.post(client.url + POSTS[1], json={**HELLO, "stream": True})
+            with pytest.raises(aiohttp.ClientPayloadError):
+                await response.read()
+    assert bool([line for line in lines if line["log_level"] == "error"]) is ours

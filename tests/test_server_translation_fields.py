@@ -56,6 +56,18 @@ async def test_what_changes_nothing_is_repeated() -> None:
 
 
 @pytest.mark.parametrize("path", [RESPONSES, MESSAGES])
+async def test_a_limit_of_time_and_a_salt_are_those_of_a_chat(path: str) -> None:
+    engine = FakeEngine()
+    async with serve(engine) as client:
+        for fields in ({}, {"timeout": 1.5, "cache_salt": "s"}):
+            await post(client, path, **fields)
+        refused = await client.post(path, {**ASK[path], "timeout": 0})
+    plain, limited = engine.requests_seen
+    assert (plain.timeout_s, limited.timeout_s, refused.status) == (None, 1.5, 400)
+    assert plain.cache_salt != limited.cache_salt
+
+
+@pytest.mark.parametrize("path", [RESPONSES, MESSAGES])
 async def test_a_flag_that_is_on_by_default_is_not_turned_off_unheard(path: str) -> None:
     async with serve(FakeEngine()) as client:
         reply = await post(client, path, add_generation_prompt=False)

@@ -242,3 +242,27 @@ async def test_events_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     async with serve(FakeEngine()) as client, client.session.get(client.url + "/ui/events") as reply:
         await reply.content.readuntil(b"\n\n")
         assert (await client.get("/ui/events")).status == 429
+
+
+async def test_who_reads_no_events_loses_the_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Soon: the kernel holds some 300 KB for a client, and not the 4 MB that it would take by itself."""
+    monkeypatch.setattr(ui, "_PERIOD_S", 0.001)
+    monkeypatch.setattr(ui.Ui, "_latest", lambda page: sent.append(0) or b"data: " + b"x" * 4000 + b"\n\n")
+    sent: list[int] = []
+    page = ui.Ui(FakeEngine(), Config(server=ServerConfig(slow_client_timeout_s=0.3)))
+    app = web.Application()
+    page.add_to(app)
+    runner = create_runner(app, shutdown_timeout_s=1.0)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        host, port = runner.addresses[0][:2]
+        reader, writer = await asyncio.open_connection(host, port, limit=1)
+        writer.write(f"GET /ui/events HTTP/1.1\r\nHost: {host}\r\n\r\n".encode())
+        await until(lambda: page.num_streams == 1)
+        await until(lambda: page.num_streams == 0, seconds=20)
+        assert len(sent) * 4000 < 1_000_000
+        writer.transport.abort()
+        assert reader is not None
+    finally:
+        await runner.cleanup()

@@ -127,6 +127,8 @@ def test_a_name_counts_where_it_is_read() -> None:
     failed = {"role": "user", "content": [{**RESULT, "is_error": True}]}
     assert names(TABLES[MESSAGES], "messages", [failed]) == ["messages[0].content[0].is_error"]
     assert names(chat, "messages", [{**thought, "reasoning_content": None}]) == []
+    bare = {"role": "user", "content": "x", "id": "i", "arguments": "{}", "summary": []}  # a message, not a call
+    assert names(TABLES[RESPONSES], "input", [bare]) == ["input[0].arguments", "input[0].summary"]
 
 
 @pytest.mark.parametrize("value", [5, None, "x", [5], [[]], [{"role": 5}], [{"role": "x", "odd": 1}], {"odd": 1}])

@@ -113,3 +113,21 @@ def test_a_short_soak(tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureF
     assert account["accepted"] == account["finished"] + account["aborted"] > 0
     assert stream.__name__ in report["outcomes"]
     assert f"{report['samples'][-1]['accepted']:>10}" in shown
+
+
+def test_a_daemon_that_dies_is_a_finding(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was found before is written, and the end is told without a traceback."""
+    original = soak.Soak.window
+
+    async def window(work: soak.Soak, seconds: float) -> Sample:
+        work.violate("something before it")
+        work.site.served.process.kill()
+        return await original(work, seconds)
+
+    monkeypatch.setattr(soak.Soak, "window", window)
+    file = tmp_path / "soak.json"
+    words = [str(tiny_folder), "--minutes", "0.1", "--window", "0.5", "--workers", "2", "--max-len", "512"]
+    assert soak.main([*words, "--output", str(file)]) == 1
+    wrong = json.loads(file.read_text())["wrong"]
+    for text in ("something before it", "the daemon answers no more", "the daemon ended with -9 and the account None"):
+        assert any(text in line for line in wrong), wrong

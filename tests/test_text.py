@@ -282,6 +282,14 @@ def test_folder_loads_through_transformers(tmp_path: Path) -> None:
     assert tokenizer.encode("hello</s>hello") == piece_backend("first").encode("hello</s>hello").ids
 
 
+def test_a_folder_s_truncation_and_padding_are_not_taken_over(tmp_path: Path) -> None:
+    backend = piece_backend("first")
+    backend.enable_truncation(2)
+    backend.enable_padding(length=8)
+    tokenizer = Tokenizer.from_folder(write_folder(tmp_path, backend))
+    assert tokenizer.encode("hello</s>hello") == piece_backend("first").encode("hello</s>hello").ids
+
+
 def test_template_file_of_a_folder_is_read(tmp_path: Path) -> None:
     folder = write_folder(tmp_path, piece_backend("first"))
     (folder / "chat_template.jinja").write_text("{{ 'from the file' }}")

@@ -1,7 +1,8 @@
 """One streamed chat completion, measured from outside: what a user of the server sees.
 
 A request that fails is of one kind: http.STATUS.CODE (refused), stream.CODE (an error within the stream), connection,
-timeout, cut (the stream ended without [DONE]), not_json, or unfinished (nobody waited for it any more).
+timeout, cut (the stream ended without [DONE]), not_json, malformed (JSON, and no chunk of a chat completion), or
+unfinished (nobody waited for it any more).
 """
 
 from __future__ import annotations
@@ -14,11 +15,15 @@ from typing import Any
 
 import aiohttp
 import orjson
+from aiohttp.http_exceptions import LineTooLong
 
 from specd.bench.prompts import Messages
 from specd.errors import SpecdError
 
 UNFINISHED = "unfinished"
+_USED = ("prompt_tokens", "completion_tokens")
+_DRAFTED = ("num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens")
+_MODELS_S = 30.0  # for the list of models, which costs a server nothing
 _TEXTS = ("reasoning_content", "reasoning", "content")  # of a delta: what it thinks is text that a user waits for, too
 
 
@@ -74,9 +79,10 @@ class Client:
 
     async def first_model(self) -> str:
         """The server's first model. Raises SpecdError when it does not answer."""
+        timeout = aiohttp.ClientTimeout(total=min(self._timeout.total or _MODELS_S, _MODELS_S))
         try:
             url = f"{self._url}/v1/models"
-            async with self._session.get(url, headers=self._headers, timeout=self._timeout) as reply:
+            async with self._session.get(url, headers=self._headers, timeout=timeout) as reply:
                 body = orjson.loads(await reply.read())
                 reply.raise_for_status()
             return str(body["data"][0]["id"])
@@ -104,6 +110,7 @@ class Client:
                 data=orjson.dumps(body),
                 headers={**self._headers, "Content-Type": "application/json"},
                 timeout=self._timeout,
+                allow_redirects=False,  # to whom the load may go has been checked
             ) as reply:
                 failure = await stream.read(reply.content) if reply.status == 200 else await _refusal(reply)
         except TimeoutError as error:
@@ -146,38 +153,49 @@ class _Stream:
         self._start = start
         self._arrivals: list[float] = []
         self._pieces: list[str] = []
-        self._usage: dict[str, Any] = {}
-        self._spec: dict[str, Any] = {}
+        self._usage: dict[str, int] = {}
+        self._spec: dict[str, int] = {}
 
     async def read(self, lines: AsyncIterable[bytes]) -> Failure | None:
         """None when the stream was complete: an end without [DONE] is a cut stream."""
-        async for line in lines:
-            if not line.startswith(b"data:"):
-                continue
-            data = line[5:].strip()
-            if data == b"[DONE]":
-                return None
-            try:
-                failure = self._event(orjson.loads(data))
-            except orjson.JSONDecodeError:
-                failure = Failure("not_json", f"an event is not JSON: {data[:100]!r}")
-            if failure:
-                return failure
+        try:
+            async for line in lines:
+                data = line.removeprefix(b"data:").strip()
+                if data == b"[DONE]":
+                    return None
+                failure = self._line(data) if line.startswith(b"data:") else None
+                if failure:
+                    return failure
+        except LineTooLong:
+            return Failure("malformed", "a line of the stream is too long to be read")
         return Failure("cut", "the stream ended without [DONE]")
 
+    def _line(self, data: bytes) -> Failure | None:
+        try:
+            return self._event(_object(orjson.loads(data), "an event"))
+        except orjson.JSONDecodeError:
+            return Failure("not_json", f"an event is not JSON: {data[:100]!r}")
+        except _MalformedError as error:
+            return Failure("malformed", f"{error}: {data[:100]!r}")
+
     def _event(self, event: dict[str, Any]) -> Failure | None:
+        """Raises _MalformedError."""
         error = event.get("error")
         if error:
             code = error.get("code") if isinstance(error, dict) else None
             text = str((isinstance(error, dict) and error.get("message")) or error)
             return Failure(f"stream.{code}" if code else "stream", text)
-        deltas = [choice.get("delta", {}) for choice in event.get("choices") or ()]
-        text = "".join(delta.get(name) or "" for delta in deltas for name in _TEXTS)
+        choices = event.get("choices") or []
+        if not isinstance(choices, list):
+            raise _MalformedError("choices is no list")
+        deltas = [_object(_object(choice, "a choice").get("delta"), "delta") for choice in choices]
+        text = "".join(_text(delta, name) for delta in deltas for name in _TEXTS)
         if text:
             self._arrivals.append(time.perf_counter() - self._start)
             self._pieces.append(text)
-        self._usage = event.get("usage") or self._usage
-        self._spec = (event.get("metrics") or {}).get("speculative_decoding") or self._spec
+        self._usage = _counts(event.get("usage"), "usage", _USED) or self._usage
+        metrics = _object(event.get("metrics"), "metrics").get("speculative_decoding")
+        self._spec = _counts(metrics, "speculative_decoding", _DRAFTED) or self._spec
         return None
 
     def sample(self, speculation: str, failure: Failure | None, *, late_s: float) -> Sample:
@@ -186,17 +204,43 @@ class _Stream:
             speculation=speculation,
             total_s=time.perf_counter() - self._start,
             arrivals=tuple(self._arrivals),
-            prompt_tokens=int(self._usage.get("prompt_tokens", 0)),
-            completion_tokens=int(self._usage.get("completion_tokens", 0)),
-            num_spec_steps=int(self._spec.get("num_spec_steps", 0)),
-            num_draft_tokens=int(self._spec.get("num_draft_tokens", 0)),
-            num_accepted_tokens=int(self._spec.get("num_accepted_draft_tokens", 0)),
+            prompt_tokens=self._usage.get("prompt_tokens", 0),
+            completion_tokens=self._usage.get("completion_tokens", 0),
+            num_spec_steps=self._spec.get("num_spec_steps", 0),
+            num_draft_tokens=self._spec.get("num_draft_tokens", 0),
+            num_accepted_tokens=self._spec.get("num_accepted_draft_tokens", 0),
             text="".join(self._pieces),
             error=failure.text if failure else "",
             kind=failure.kind if failure else "",
             retry_after_s=failure.retry_after_s if failure else None,
             late_s=late_s,
         )
+
+
+class _MalformedError(Exception):
+    """What came is no chunk of a chat completion."""
+
+
+def _object(value: Any, name: str) -> dict[str, Any]:
+    """null is an empty one."""
+    if value is not None and not isinstance(value, dict):
+        raise _MalformedError(f"{name} is no object")
+    return value or {}
+
+
+def _text(delta: dict[str, Any], name: str) -> str:
+    value = delta.get(name)
+    if value is not None and not isinstance(value, str):
+        raise _MalformedError(f"{name} is no string")
+    return value or ""
+
+
+def _counts(value: Any, name: str, of: tuple[str, ...]) -> dict[str, int]:
+    found = {key: count for key, count in _object(value, name).items() if key in of and count is not None}
+    for key, count in found.items():
+        if type(count) is not int or count < 0:
+            raise _MalformedError(f"{name}.{key} is no count")
+    return found
 
 
 def request_body(

@@ -111,10 +111,10 @@ def _arrivals(args: argparse.Namespace) -> Arrivals | None:
     given = {name: _given(args, name, value) for name, value in _OPEN_LOOP.items()}
     for name, number in (("rate", rate), ("duration", given["duration"])):
         if not 0 < number < math.inf:
-            raise UsageError(f"{_option(name)} {number:g}: must be above 0")
+            raise UsageError(f"{_option(name)} {number:g}: must be above 0, and finite")
     for name in ("warmup", "grace_period"):
         if not 0 <= given[name] < math.inf:
-            raise UsageError(f"{_option(name)} {given[name]:g}: must not be negative")
+            raise UsageError(f"{_option(name)} {given[name]:g}: must be at least 0, and finite")
     arrivals = Arrivals(
         rate,
         pattern=given["arrival_pattern"],

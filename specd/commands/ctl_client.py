@@ -74,10 +74,13 @@ class Client:
             if response.status != 200:
                 self._result(response.read())
             for line in response:
-                yield json.loads(line)
+                event = json.loads(line)
+                if not isinstance(event, dict) or not isinstance(event.get("type"), str):
+                    raise self._strange()
+                yield event
         except (OSError, http.client.HTTPException) as error:
             raise self._unreachable(error) from error
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise self._strange() from error
         finally:
             connection.close()
@@ -85,7 +88,7 @@ class Client:
     def _result(self, raw: bytes) -> Any:
         try:
             reply = json.loads(raw)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise self._strange() from error
         if isinstance(reply, dict) and reply.get("ok"):
             return reply.get("result")
@@ -98,4 +101,4 @@ class Client:
         return Unreachable(f"{self._path}: {error}; is `specd serve` running, with this admin.socket?")
 
     def _strange(self) -> Unreachable:
-        return Unreachable(f"{self._path}: the reply is not JSON; is it specd's control socket?")
+        return Unreachable(f"{self._path}: the reply is not JSON, or not specd's; is it specd's control socket?")

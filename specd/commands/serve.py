@@ -13,6 +13,7 @@ import uvloop
 from specd import log
 from specd.commands.settings import load_settings
 from specd.config import Config
+from specd.config_loader import check_rereadable
 from specd.daemon import EXIT_OK, LoadAbandoned, load_serving_engine, serve
 from specd.supervision import DaemonEngine
 
@@ -25,12 +26,19 @@ def run(args: argparse.Namespace) -> int:
     sys.setswitchinterval(_SWITCH_S)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         try:
-            return runner.run(serve(config, create_engine=_load, reread=lambda: load_settings(args)))
+            return runner.run(serve(config, create_engine=_load, reread=lambda: _reread(args)))
         except LoadAbandoned:
             # An ordinary exit would wait for the loading thread, which may take minutes. Nothing is left to clean up.
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(EXIT_OK)
+
+
+def _reread(args: argparse.Namespace) -> Config:
+    """On the event loop, for a reload. Raises ConfigError."""
+    if args.config is not None:
+        check_rereadable(args.config)
+    return load_settings(args)
 
 
 async def _load(config: Config) -> DaemonEngine:

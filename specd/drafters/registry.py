@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
 
 from specd.attention.torch_attention import TorchAttention
+from specd.config_options import check_draft
 from specd.drafters.lm import LMDrafter
 from specd.drafters.mtp import HeadModel, MtpDrafter
-from specd.errors import DraftError
+from specd.errors import ConfigError, DraftError
 from specd.models.borrowed import load_borrowing
 from specd.models.heads import Head, HeadFile, read_head
 from specd.models.native import NativeLlama
@@ -59,19 +59,16 @@ _WITHOUT_ARGUMENT = {
 
 def parse_draft(text: str) -> DraftChoice:
     """Raises DraftError for anything unknown."""
-    kind, _, argument = text.partition(":")
+    try:
+        check_draft(text)
+    except ConfigError as error:
+        raise DraftError(f"speculation.draft: {error}") from error
     if text in _WITHOUT_ARGUMENT:
         return _WITHOUT_ARGUMENT[text]
-    if kind == "layers" and re.fullmatch("[1-9][0-9]{0,8}", argument):
+    kind, _, argument = text.partition(":")
+    if kind == "layers":
         return DraftChoice("layers", argument)
-    if kind == "lm" and argument:
-        return DraftChoice("lm", argument)
-    if kind == "mtp" and argument == "builtin":
-        raise DraftError("speculation.draft is 'mtp:builtin': heads inside a model's checkpoint are not read yet")
-    if kind == "mtp" and argument:
-        return DraftChoice("mtp", argument)
-    known = "auto, none, ngram, layers:N, mtp, mtp+ngram, mtp:FOLDER, lm or lm:MODEL"
-    raise DraftError(f"speculation.draft is {text!r}; give {known}")
+    return DraftChoice("lm" if kind == "lm" else "mtp", argument)
 
 
 def settle(choice: DraftChoice, target: LoadedModel, *names: str) -> DraftChoice:

@@ -34,6 +34,7 @@ _POLL_S = 0.2
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _HUB_PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 _HUB_IGNORED = ["consolidated*", "original/*", "onnx/*"]  # the same weights again, in layouts that are not read
+_OWN = "serve a file that you have: `specd serve FILE` with a .gguf file or a model folder"
 
 
 # A thread cannot be interrupted. It can be asked: `asyncio.to_thread` takes the caller's context along.
@@ -175,12 +176,14 @@ def _missing(name: str, why: str, *, revision: str | None = None) -> ModelError:
     return ModelError(_advice(name, why, revision))
 
 
+def _refused(name: str, why: str) -> ModelError:
+    """The hub's own no: fetching it elsewhere would not help."""
+    return ModelError(f"model {name!r} is not available: {why}. Or {_OWN}")
+
+
 def _advice(name: str, why: str, revision: str | None = None) -> str:
     fetch = f"specd fetch {name}" + (f" --revision {revision}" if revision else "")
-    return (
-        f"model {name!r} is not available: {why}. Run `{fetch}` where there is a network, "
-        "or serve a file that you have: `specd serve FILE` with a .gguf file or a model folder"
-    )
+    return f"model {name!r} is not available: {why}. Run `{fetch}` where there is a network, or {_OWN}"
 
 
 def _stamp(path: Path) -> Path:
@@ -342,12 +345,12 @@ def _resolve_hub(name: str, revision: str | None, *, offline: bool, progress: bo
         )
     except errors.GatedRepoError as error:
         why = "the hub gives it to those alone who have accepted its terms, and whose token is in HF_TOKEN"
-        raise _missing(name, why, revision=revision) from error
+        raise _refused(name, why) from error
     except errors.RepositoryNotFoundError as error:
         why = "the hub has no such model, or has it for those alone whose token is in HF_TOKEN"
-        raise _missing(name, why, revision=revision) from error
+        raise _refused(name, why) from error
     except errors.RevisionNotFoundError as error:
-        raise _missing(name, f"it has no revision {revision!r} on the hub") from error
+        raise _refused(name, f"it has no revision {revision!r} on the hub") from error
     except Exception as error:  # its transport's errors are another library's, and which one depends on its version
         if offline:
             what = f"revision {revision!r} of it" if revision else "it"

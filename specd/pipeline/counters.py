@@ -103,8 +103,8 @@ class Counters:
 
 
 def _wasted_s(stats: StepStats) -> float:
-    """Seconds of computing that went into drafts that were not kept, when the drafter's are divided evenly among its
-    drafts and verify's among all tokens that it computed."""
+    """Seconds of computing that went into drafts that were not kept: the draft stage's are divided evenly among the
+    step's drafts, whoever made them, and those of verify and accept among all tokens that were computed."""
     rejected = stats.num_draft_tokens - stats.num_accepted
     if rejected <= 0:
         return 0.0

@@ -19,7 +19,7 @@ import dataclasses
 
 WINDOW = 24  # steps of a window in which a mode is tried
 SETTLING = 2  # of them, the first ones do not count: the drafter catches up, or its last refill ends
-OPENING = 4  # windows before the first verdict
+OPENING = 4  # windows before the verdict that it pays; two show that it does not
 PROBES = 8  # drafts to see how often the drafter is right now
 SHORTEST_REST, LONGEST_REST = 256, 4096  # steps
 GAIN = 1.05  # of the drafter over going without, or it rests: measurements are noisy, and resting costs nothing

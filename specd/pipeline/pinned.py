@@ -1,7 +1,7 @@
 """Rows that draft whatever the length policy says: the self-test's, which would prove nothing without drafts. No torch.
 
-Each function asks the policy for the other rows. A pinned row drafts `max_draft` tokens in each decode step, its
-drafter keeps up with it, and the drafter goes before a proposer.
+Each function asks the policy, and does not heed it where a row is pinned. Such a row drafts `max_draft` tokens in each
+decode step, its drafter keeps up with it, and the drafter goes before a proposer.
 """
 
 from __future__ import annotations

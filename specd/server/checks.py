@@ -233,10 +233,8 @@ def asks_nothing(value: Any, harmless: tuple[Any, ...]) -> bool:
         return True
     if type(value) in (int, float) and any(type(item) in (int, float) and value == item for item in harmless):
         return True
-    if value is False:
-        return not any(
-            item is True for item in harmless
-        )  # a flag that is on by default asks for something when it is off
+    if value is False:  # a flag that is on by default asks for something when it is off
+        return not any(item is True for item in harmless)
     return isinstance(value, str | list | dict) and not value
 
 

@@ -17,7 +17,7 @@ from specd.errors import (
     RequestError,
     SpecdError,
 )
-from specd.server.responses import error_body
+from specd.http_refusals import error_body
 
 _MAX_MESSAGE = 1000
 _REQUEST_STATUS = {

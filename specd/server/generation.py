@@ -317,7 +317,7 @@ class Generation:
         """Error event, then the connection is closed without the chunk that would end the body."""
         status, body, _ = describe(error)
         record.error_code = getattr(error, "code", "internal_error")
-        if isinstance(error, AbortedError):
+        if isinstance(error, AbortedError) or status < 500:  # the request itself, such as its grammar, may be why
             log.info("stream_aborted", request_id=request[REQUEST_ID_KEY])
         else:
             log.error("stream_failed", request_id=request[REQUEST_ID_KEY], exc_info=error)

@@ -181,7 +181,6 @@ def build_call(
         requests=_requests(base, prompts, caps, serial),
         n=n,
         logprobs=sampling.logprobs,
-        timings=base.running_stats,
         reading=reading,
         scores_only=caps[0] == 0,
         **_writing(values, exposed=exposed),
@@ -202,6 +201,7 @@ def _writing(values: Mapping[str, Any], *, exposed: bool) -> dict[str, Any]:
         "continuous_usage": options.get("continuous_usage_stats", False),
         "return_token_ids": values.get("return_token_ids", False),
         "tokens_as_ids": values.get("return_tokens_as_token_ids", False),
+        "timings": values.get("timings_per_token", False),
         "spec_details": values.get("return_spec_tokens_details", False),
         "obfuscated": options.get("include_obfuscation", exposed),
     }

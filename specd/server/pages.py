@@ -9,6 +9,7 @@ from aiohttp import web
 
 from specd.config import Config
 from specd.errors import RequestError
+from specd.http_refusals import error_body
 from specd.server.context import check_chars
 from specd.server.errors import json_response
 from specd.server.fields import (
@@ -27,7 +28,7 @@ from specd.server.openai import check_ids, check_model
 from specd.server.openapi import document
 from specd.server.protocol import EngineProtocol
 from specd.server.request_headers import strict_header
-from specd.server.responses import error_body, model_card, token_name
+from specd.server.responses import model_card, token_name
 from specd.status import EngineState
 from specd.text import Tokenizer
 

@@ -46,7 +46,9 @@ class EngineProtocol(Protocol):
 
     def stats(self) -> EngineStats: ...
 
-    def requests(self) -> list[RequestStatus]: ...
+    def requests(self, most: int | None = None) -> list[RequestStatus]:
+        """The first `most` of what is live, running choices before waiting ones; None: all."""
+        ...
 
     def page_map(self) -> PageMap:
         """The page pool as the page at /ui draws it."""

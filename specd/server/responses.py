@@ -372,10 +372,6 @@ def _finite(logprob: float) -> float:
     return LOGPROB_FLOOR if math.isnan(logprob) else max(logprob, LOGPROB_FLOOR)
 
 
-def error_body(message: str, *, kind: str, code: str, param: str | None = None) -> dict[str, Any]:
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
-
-
 def model_card(name: str, info: EngineInfo) -> dict[str, Any]:
     """One entry of /v1/models, with the fields that vLLM adds and UIs read."""
     return {

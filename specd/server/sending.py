@@ -22,6 +22,12 @@ class SlowClientError(Exception):
     """The client did not read its stream in time."""
 
 
+def bound_buffers(transport: asyncio.Transport) -> None:
+    """So much may be on its way to one client."""
+    transport.set_write_buffer_limits(high=TRANSPORT_BYTES)
+    transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, KERNEL_BYTES)
+
+
 class Sender:
     """Writes to one prepared response; `record` counts bytes and the time spent waiting for the client."""
 
@@ -33,9 +39,7 @@ class Sender:
         self._record = record
         self._timeout_s = timeout_s
         self.sent_s = time.monotonic()  # of the latest bytes
-        transport = self.transport
-        transport.set_write_buffer_limits(high=TRANSPORT_BYTES)
-        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, KERNEL_BYTES)
+        bound_buffers(self.transport)
 
     @property
     def transport(self) -> asyncio.Transport:

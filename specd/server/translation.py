@@ -26,7 +26,7 @@ SHARED = (
     "model", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
     "seed", "logit_bias", "allowed_token_ids", "bad_words", "min_tokens", "ignore_eos", "stop_token_ids",
     "include_stop_str_in_output", "skip_special_tokens", "stream", "speculation", "prediction", "priority",
-    "request_id", "chat_template_kwargs",
+    "request_id", "chat_template_kwargs", "cache_salt", "timeout",
 )  # fmt: skip
 _QUOTED = re.compile(r"'([a-z_][\w.\[\]-]*)'")
 _INDEX = re.compile(r"\[\d+\]")

@@ -28,6 +28,7 @@ from specd.config import Config, ServerConfig
 from specd.errors import OverloadedError, RequestError
 from specd.server.generation import STREAM_HEADERS, Handler
 from specd.server.protocol import EngineProtocol
+from specd.server.sending import bound_buffers
 from specd.server.sse import event
 
 PATH, FILE_PATH, EVENTS_PATH = "/ui", "/ui/{name}", "/ui/events"
@@ -129,6 +130,8 @@ class Ui:
     async def _stream(self, request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse(headers={**STREAM_HEADERS, "Cache-Control": "no-store"})
         await response.prepare(request)
+        if request.transport is not None:
+            bound_buffers(request.transport)
         try:
             while not self._closing.is_set():
                 async with asyncio.timeout(self._config.server.slow_client_timeout_s):

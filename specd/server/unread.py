@@ -48,11 +48,17 @@ def _parts(schema: Schema) -> list[Schema]:
 
 
 def _is_meant(schema: Schema, value: Mapping[str, Any]) -> bool:
-    """Whether this alternative is about such an object: its kind (`role`, `type`) is one that it has."""
+    """Whether this alternative is about such an object: its kind (`role`, `type`) is one that it has.
+
+    One without a kind is of those that need none.
+    """
     if schema.get("type") != "object":
         return False
     enums = {name: part["enum"] for name, part in schema.get("properties", {}).items() if "enum" in part}
-    return all(value[name] in enum for name, enum in enums.items() if isinstance(value.get(name), str))
+    return all(
+        value[name] in enum if isinstance(value.get(name), str) else name not in schema.get("required", ())
+        for name, enum in enums.items()
+    )
 
 
 def _has_objects(schema: Schema) -> bool:

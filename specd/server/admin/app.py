@@ -17,7 +17,7 @@ from typing import Any
 import orjson
 from aiohttp import web
 
-from specd.errors import ConfigError, RequestError, SpecdError
+from specd.errors import AbortedError, ConfigError, DrainingError, OverloadedError, RequestError, SpecdError
 from specd.log import get_logger
 from specd.server.admin import views
 from specd.server.admin.arguments import Arguments
@@ -44,7 +44,10 @@ log = get_logger("admin")
 
 
 def create_admin_app(console: Console) -> web.Application:
-    """See `commands.COMMANDS`; and GET /v1/events. Listen with `bind_admin_socket` and `web.SockSite`."""
+    """See `commands.COMMANDS`; and GET /v1/events. Listen with `bind_admin_socket` and `web.SockSite`.
+
+    Run it with `server.app.create_runner`: a caller who leaves cancels what nobody waits for any more.
+    """
     desk = _Desk(console)
     app = web.Application(middlewares=[desk.middleware])
     for command in COMMANDS:
@@ -63,6 +66,8 @@ class _Desk:
 
     def __init__(self, console: Console) -> None:
         self._console = console
+        self._snapshots = views.Snapshots(console)
+        self._changes: dict[asyncio.Task[Any], Level] = {}  # that are not done yet, and who asked for them
         self._taken: collections.Counter[tuple[Level, bool]] = collections.Counter()  # (level, whether for events)
 
     def handler(self, command: Command) -> Handler:
@@ -74,13 +79,17 @@ class _Desk:
                 self._check_level(peer, command.level)
                 arguments = await _arguments(request, command)
                 self._check_generation(request)
-                result = await command.run(self._console, Arguments(arguments))
                 if command.changes and not arguments.get("dry_run"):
-                    self._console.changed(command.name, uid=peer.uid if peer else None)
+                    result = await self._changed(command, arguments, peer)
+                else:
+                    result = await command.run(self._console, Arguments(arguments))
                 outcome = "ok"
                 return _reply(result)
             except SpecdError as error:
                 outcome = error.code
+                raise
+            except asyncio.CancelledError:
+                outcome = "caller_left"
                 raise
             finally:
                 if command.changes:
@@ -99,6 +108,8 @@ class _Desk:
                 response = _refusal("not_found" if error.status == 404 else "http_error", error.reason, error.status)
             except (RequestError, ConfigError) as error:
                 response = _refusal(error.code, str(error), _STATUS.get(error.code, 400))
+            except (OverloadedError, DrainingError, AbortedError) as error:  # of the requests of a self-test
+                response = _refusal(error.code, str(error), 503)
             except SpecdError as error:
                 log.error("admin_failed", path=request.path, exc_info=error)
                 response = _refusal(error.code, str(error), 500)
@@ -129,6 +140,26 @@ class _Desk:
         finally:
             self._taken[kind] -= 1
 
+    async def _changed(self, command: Command, arguments: dict[str, Any], peer: Peer | None) -> Any:
+        """What is changed is changed whole, and told: also when its caller does not wait for it."""
+
+        async def change() -> Any:
+            result = await command.run(self._console, Arguments(arguments))
+            self._console.changed(command.name, uid=peer.uid if peer else None)
+            return result
+
+        level = self._console.levels.of(peer)
+        if sum(other is level for other in self._changes.values()) >= _MAX_CALLS:  # of callers who did not wait
+            raise RequestError(f"{_MAX_CALLS} changes are being made; try again", code="busy")
+        task = asyncio.create_task(change(), name=f"specd-admin-{command.name}")
+        self._changes[task] = level
+        task.add_done_callback(self._changes.pop)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            task.add_done_callback(_log_fault)  # he has left, and is not told
+            raise
+
     def _check_level(self, peer: Peer | None, needed: Level) -> None:
         if self._console.levels.of(peer) < needed:
             who = "nobody" if peer is None else f"uid {peer.uid}"
@@ -139,6 +170,8 @@ class _Desk:
         if wanted not in ("*", str(self._console.generation)):
             text = f"the generation is {self._console.generation}, not {wanted[:32]!r}: somebody changed something"
             raise RequestError(text, code="generation_mismatch")
+        if wanted != "*" and self._changes:
+            raise RequestError("something is being changed right now; look again", code="generation_mismatch")
 
     # ---------------------------------------------------------------- events
 
@@ -149,16 +182,22 @@ class _Desk:
         query.end()
         sse = "text/event-stream" in request.headers.get("Accept", "")
         kind = "text/event-stream" if sse else "application/x-ndjson"
-        views.snapshot(self._console, None)  # what fails here still has a status of its own
+        self._snapshots.since(None)  # what fails here still has a status of its own
         response = web.StreamResponse(headers={"Content-Type": kind, "Cache-Control": "no-cache"})
-        await response.prepare(request)
 
         async def send(event: Mapping[str, Any]) -> None:
             line = orjson.dumps(event)
-            await response.write(b"data: " + line + b"\n\n" if sse else line + b"\n")
+            async with asyncio.timeout(self._console.reloader.config.server.slow_client_timeout_s):
+                await response.write(b"data: " + line + b"\n\n" if sse else line + b"\n")
 
-        with contextlib.suppress(ConnectionError):  # the caller has left
+        try:
+            await response.prepare(request)
             await self._follow(interval_s, send)
+        except ConnectionError:
+            pass  # the caller has left
+        except TimeoutError:  # it reads nothing
+            if request.transport is not None:
+                request.transport.abort()
         return response
 
     async def _follow(self, interval_s: float, send: Callable[[Mapping[str, Any]], Awaitable[None]]) -> None:
@@ -166,7 +205,7 @@ class _Desk:
         before = None
         with self._console.events.listening() as listener:
             while True:
-                snapshot, before = views.snapshot(self._console, before)
+                snapshot, before = self._snapshots.since(before)
                 await send(snapshot)
                 until_s = time.monotonic() + interval_s
                 while (left_s := until_s - time.monotonic()) > 0:
@@ -213,6 +252,12 @@ def _log(command: Command, peer: Peer | None, arguments: Mapping[str, Any], outc
     plain = {name: _size(value) if name in command.content else value for name, value in arguments.items()}
     shown = json.dumps(_cut(plain, _LOGGED_DEPTH), separators=(",", ":"))[:_MAX_LOGGED]
     log.warning("admin_called", command=command.name, peer=who, arguments=shown, result=outcome)
+
+
+def _log_fault(task: asyncio.Task[Any]) -> None:
+    error = None if task.cancelled() else task.exception()
+    if error is not None and not isinstance(error, SpecdError):
+        log.error("admin_failed", path=task.get_name(), exc_info=error)
 
 
 def _size(value: object) -> str:

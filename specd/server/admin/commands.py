@@ -49,7 +49,7 @@ async def status(console: Console, arguments: Arguments) -> Any:
 async def requests(console: Console, arguments: Arguments) -> Any:
     state = arguments.choice("state", *_STATES)
     arguments.end()
-    return [views.plain(row) for row in console.engine.requests() if state in (None, row.state)]
+    return [row for row in console.engine.requests() if state in (None, row.state)]
 
 
 async def request(console: Console, arguments: Arguments) -> Any:

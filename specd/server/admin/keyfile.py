@@ -10,6 +10,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from specd.config_loader import check_rereadable
 from specd.errors import ConfigError, RequestError
 from specd.server.auth import KEY_ID_LEN, ApiKeys, entry_of
 
@@ -76,6 +77,7 @@ class KeyFile:
         """Stripped ones. Raises ConfigError."""
         if not self.path:
             return []
+        check_rereadable(Path(self.path), "server.api_keys_file")
         try:
             return [line.strip() for line in Path(self.path).read_text(encoding="utf-8").splitlines()]
         except (OSError, UnicodeDecodeError) as error:

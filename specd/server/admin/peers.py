@@ -18,6 +18,7 @@ from specd.errors import ConfigError
 
 _PEER = struct.Struct("3i")  # struct ucred: pid, uid, gid
 _SO_PEERGROUPS = 59  # Linux 4.13; the socket module does not name it
+_MOST_ID = (1 << 32) - 2  # of users and groups; one more means nobody
 _MAX_GROUPS = 256  # what Python's getsockopt can return; of a peer with more, the first group counts alone
 
 
@@ -82,7 +83,7 @@ def peer_of(request: web.Request) -> Peer | None:
 
 def _uid(name: str) -> int:
     if name.isdecimal():
-        return int(name)
+        return _number(name, "admin.admins")
     try:
         return pwd.getpwnam(name).pw_uid
     except KeyError as error:
@@ -91,8 +92,14 @@ def _uid(name: str) -> int:
 
 def _gid(name: str) -> int:
     if name.isdecimal():
-        return int(name)
+        return _number(name, "admin.operator_group")
     try:
         return grp.getgrnam(name).gr_gid
     except KeyError as error:
         raise ConfigError(f"admin.operator_group: there is no group {name!r}") from error
+
+
+def _number(name: str, setting: str) -> int:
+    if len(name) > len(str(_MOST_ID)) or int(name) > _MOST_ID:
+        raise ConfigError(f"{setting}: {name[:32]} is beyond the largest id, {_MOST_ID}")
+    return int(name)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from specd.server.admin.console import Console
@@ -14,6 +15,7 @@ from specd.stacks import task_stacks, thread_stacks
 from specd.status import EngineStats
 
 _ROWS = 64  # requests in a snapshot
+_SHARED_S = 0.05  # how old a snapshot may be that is told once more
 
 
 def plain(record: Any) -> dict[str, Any]:
@@ -57,10 +59,28 @@ def kv(console: Console) -> dict[str, Any]:
     return {**found, "hit_rate": found["cached_tokens"] / asked if asked else None}
 
 
-def snapshot(console: Console, before: EngineStats | None) -> tuple[dict[str, Any], EngineStats]:
-    """One line of /v1/events. Rates are since `before`, None in the first one."""
+class Snapshots:
+    """What /v1/events tells, made once for all who ask at about the same time: each costs a walk over the requests."""
+
+    def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
+        self._console = console
+        self._clock = clock
+        self._made_s = -math.inf
+        self._generation = 0
+        self._latest: tuple[dict[str, Any], EngineStats]
+
+    def since(self, before: EngineStats | None) -> tuple[dict[str, Any], EngineStats]:
+        """One line of /v1/events. Rates are since `before`, None in the first one."""
+        now_s, generation = self._clock(), self._console.generation
+        if now_s - self._made_s >= _SHARED_S or generation != self._generation:
+            self._latest, self._generation, self._made_s = snapshot(self._console), generation, now_s
+        event, stats = self._latest
+        return {**event, "rates": None if before is None else rates(before, stats)}, stats
+
+
+def snapshot(console: Console) -> tuple[dict[str, Any], EngineStats]:
+    """All of a line but its rates, and what the next line's are made of."""
     stats = console.engine.stats()
-    rows = console.engine.requests()
     event = {
         "type": "snapshot",
         "ts": time.time(),
@@ -82,9 +102,8 @@ def snapshot(console: Console, before: EngineStats | None) -> tuple[dict[str, An
         "aborted": stats.requests_aborted,
         "accepted_per_position": stats.accepted_per_position,
         "drafted_per_position": stats.drafted_per_position,
-        "rates": None if before is None else rates(before, stats),
-        "num_requests": len(rows),
-        "requests": [plain(row) for row in rows[:_ROWS]],
+        "num_requests": stats.running + stats.waiting,
+        "requests": console.engine.requests(_ROWS),
     }
     return event, stats
 
@@ -113,7 +132,7 @@ def dump(console: Console) -> dict[str, Any]:
         "config": dataclasses.asdict(console.reloader.config),
         "keys": len(console.keys.entries()),
         "kv": kv(console),
-        "requests": [plain(row) for row in console.engine.requests()],
+        "requests": console.engine.requests(),
         "invariants": {
             "pages_add_up": pages.free + pages.cached + pages.owned == pages.total,
             "lost_requests": console.lost(console.engine.stats()),
