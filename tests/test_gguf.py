@@ -240,7 +240,7 @@ def test_hostile_files_are_refused(message: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("raw", "message"),
     [
-        (b"", "cannot be read"),
+        (b"", "is an empty file, not a GGUF one"),
         (b"PK\x03\x04" + bytes(40), "not a GGUF"),
         (b"GGUF" + struct.pack("<I", 1) + bytes(40), "version 1"),
         (b"GGUF" + struct.pack(">I", 3) + bytes(40), "byte order"),
