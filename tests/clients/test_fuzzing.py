@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -67,5 +68,6 @@ def fuzz(served: Served, folder: Path) -> dict[str, Any]:
     command += ["--phases", "coverage,fuzzing", "--max-time", str(SECONDS), "--seed", "1", "--request-timeout", "60"]
     headers = {"Authorization": f"Bearer {SMALL_KEY}", "x-request-timeout": "60"}  # a short one is an honest 503
     command += [word for name, value in headers.items() for word in ("--header", f"{name}: {value}")]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=200, check=False)
+    env = os.environ | {"SCHEMATHESIS_HOOKS": "fuzz_hooks", "PYTHONPATH": str(Path(__file__).parent)}
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=200, check=False)
     return {"exit": done.returncode, "output": done.stdout[-6000:] + done.stderr[-3000:]}
