@@ -46,6 +46,32 @@ def journal_path(setting: str, env: Mapping[str, str]) -> Path | None:
     return Path(folder.split(":")[0], "requests.journal") if folder else None
 
 
+def check_file(path: Path) -> None:
+    """What can be said of a journal without making, locking or changing it. Raises ConfigError."""
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except FileNotFoundError:
+        if not os.access(path.parent, os.W_OK | os.X_OK):
+            raise ConfigError(f"server.journal: {path}: no file can be made in {path.parent}") from None
+        return
+    except OSError as error:
+        raise ConfigError(f"server.journal: {path} cannot be opened: {error.strerror}") from error
+    try:
+        _check_head(path, file)
+    finally:
+        os.close(file)
+
+
+def _check_head(path: Path, file: int) -> None:
+    """Raises ConfigError when this is something else, which would be overwritten."""
+    if not stat.S_ISREG(os.fstat(file).st_mode):
+        raise ConfigError(f"server.journal: {path} is not a regular file")
+    head = os.pread(file, len(_HEADER), 0)
+    # After a power failure there may be zeros where something was to be written.
+    if head and not _HEADER.startswith(head) and head.strip(b"\0"):
+        raise ConfigError(f"server.journal: {path} holds something else; it would be overwritten")
+
+
 def unfinished(lines: Iterable[bytes]) -> tuple[list[str], int]:
     """(ids that were accepted and did not end, oldest first; lines that are damaged). A torn last line is no event."""
     live: dict[str, None] = {}
@@ -88,13 +114,9 @@ class RequestJournal:
         self._thread.start()
 
     def _read(self) -> tuple[str, ...]:
-        if not stat.S_ISREG(os.fstat(self._file).st_mode):
-            raise ConfigError(f"server.journal: {self._path} is not a regular file")
+        _check_head(self._path, self._file)
         with os.fdopen(os.dup(self._file), "rb") as file:
-            head = file.read(len(_HEADER))
-            # After a power failure there may be zeros where something was to be written.
-            if head and not _HEADER.startswith(head) and head.strip(b"\0"):
-                raise ConfigError(f"server.journal: {self._path} holds something else; it would be overwritten")
+            file.seek(len(_HEADER))
             lost, damaged = unfinished(file)
         if damaged:
             log.warning("journal_damaged", path=str(self._path), lines=damaged)

@@ -121,6 +121,7 @@ class Operation:
         debug = self.console.log_level.value == "debug"
         self.console.log_level.set(None if debug else "debug")
         self.console.changed("loglevel", signal="SIGUSR2")
+        log.info("log_level_set", level=self.console.log_level.value or self.reloader.config.log.level)
 
     def _set_log_level(self, level: str | None) -> None:
         config = self.reloader.config.log

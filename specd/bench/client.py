@@ -83,6 +83,9 @@ class Client:
         try:
             url = f"{self._url}/v1/models"
             async with self._session.get(url, headers=self._headers, timeout=timeout) as reply:
+                if reply.status in (401, 403):
+                    words = f"the server asks for a key ({reply.status}): give it in SPECD_API_KEY, or with --api-key"
+                    raise SpecdError(f"{self._url}: {words}")
                 body = orjson.loads(await reply.read())
                 reply.raise_for_status()
             return str(body["data"][0]["id"])

@@ -172,7 +172,7 @@ def _search(found: dict[str, Any]) -> str:
         words = f", {late} unfinished" if late else ""
         lines.append(f"  {_number(trial['rate']):>8}  {state}, {good['good']} of {good['requests']} good{words}")
     rate, limit = found["rate"], found["limit"]
-    end = "" if found["complete"] else ", when the time was over"
+    end = "" if found["complete"] else "; the rest of --search-time was too short for another trial"
     above = "nothing higher was tried" if limit is None else f"{_number(limit)} does not hold"
     lines.append(f"found: {'none' if rate is None else _number(rate)} ({above}{end})")
     if rate is None and (late := _cut_off(found)):

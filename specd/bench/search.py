@@ -40,7 +40,7 @@ class Trial:
 class Found:
     """rate: the largest that held, None: not even the lowest tried; limit: the lowest above it that did not hold.
 
-    complete: they are as close as was asked; else the time was over.
+    complete: they are as close as was asked; else what was left of the time was less than a trial may take.
     """
 
     rate: float | None

@@ -1,6 +1,6 @@
 """`specd check`: loads everything as `serve` would, prints what would be served, listens nowhere.
 
-What it cannot tell is whether the port and the control socket will be free.
+What it cannot tell is whether the port, the control socket and the journal will be free.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from specd.commands.settings import load_settings
 from specd.config import Config, admin_socket_path
 from specd.daemon import EXIT_CONFIG, load_engine, plan_text
 from specd.errors import SpecdError
+from specd.journal import check_file, journal_path
 from specd.listeners import check_address
 from specd.server.app import chat_template
 from specd.server.auth import ApiKeys
@@ -33,6 +34,9 @@ def run(args: argparse.Namespace) -> int:
             check_telemetry(config.telemetry)
             if config.server.api_keys_file:
                 ApiKeys.from_file(config.server.api_keys_file)
+            journal = journal_path(config.server.journal, os.environ)
+            if journal is not None:
+                check_file(journal)
             info = runner.run(_check(config))
         except SpecdError as error:
             print(f"specd: {error}", file=sys.stderr)

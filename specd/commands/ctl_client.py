@@ -98,7 +98,8 @@ class Client:
         raise Refusal(f"{refusal.get('code')}: {refusal.get('message')}", str(refusal.get("code")))
 
     def _unreachable(self, error: Exception) -> Unreachable:
-        return Unreachable(f"{self._path}: {error}; is `specd serve` running, with this admin.socket?")
+        reason = (error.strerror if isinstance(error, OSError) else None) or error
+        return Unreachable(f"{self._path}: {reason}; is `specd serve` running, with this admin.socket?")
 
     def _strange(self) -> Unreachable:
         return Unreachable(f"{self._path}: the reply is not JSON, or not specd's; is it specd's control socket?")

@@ -34,7 +34,8 @@ def _add_option(parser: argparse.ArgumentParser, option: Option) -> None:
     else:
         name = option.field.name.rpartition("_")[2].upper()
         default = f" (default {meta['default']})" if meta["default"] not in ("", None) else ""
-        parser.add_argument(meta["flag"], dest=option.key, metavar=name, help=text + default)
+        allowed = f" {option.describe().capitalize()}." if option.choices else ""
+        parser.add_argument(meta["flag"], dest=option.key, metavar=name, help=text + allowed + default)
 
 
 def load_settings(args: argparse.Namespace) -> Config:

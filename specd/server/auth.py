@@ -35,10 +35,11 @@ class ApiKeys:
         try:
             lines = Path(path).read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"server.api_keys_file: cannot read {path}: {error}") from error
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise ConfigError(f"server.api_keys_file: cannot read {path}: {reason}") from error
         keys = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
         if not keys:
-            raise ConfigError(f"server.api_keys_file: {path} has no key; write one a line or leave it empty")
+            raise ConfigError(f"server.api_keys_file: {path} has no key; write one a line, or unset the setting")
         return cls(dict(entry_of(key, path) for key in keys))
 
     @classmethod

@@ -296,8 +296,10 @@ class _EngineCollector:
         state = GaugeMetricFamily(
             "specd_engine_state", "1 for the state that the engine is in, 0 for the others.", labels=["state"]
         )
+        paused = stats.paused and stats.state is EngineState.READY  # as `specd ctl status` says it
         for name in EngineState:
-            state.add_metric([str(name)], float(stats.state is name))
+            state.add_metric([str(name)], float(stats.state is name and not paused))
+        state.add_metric(["paused"], float(paused))
         yield state
         yield GaugeMetricFamily("specd_uptime_seconds", "Time since the engine was started.", value=stats.uptime_s)
         text = "Time since the last step finished; 0 while nothing is to be done."

@@ -24,6 +24,7 @@ from specd.server.checks import (
     object_schema,
     out_of_range,
     schema_of,
+    show,
     string,
     strings,
     sub_object,
@@ -172,11 +173,15 @@ _OUTPUTS = sub_object(
 
 @documented({**schema_of(_OUTPUTS), "maxProperties": 1})
 def structured_outputs(value: Any, param: str) -> Grammar | None:
-    """vLLM's field: exactly one of its kinds; None for an empty object."""
+    """vLLM's field: exactly one of its kinds; None for an object in which nothing stands.
+
+    A misspelt kind is no unknown name that may be passed over: the output would be free.
+    """
     found: dict[str, Grammar] = _OUTPUTS(value, param)
-    if len(found) > 1:
+    given = list(found) or [name for name, part in value.items() if part is not None]
+    if given and len(found) != 1:
         raise RequestError(
-            f"'{param}' must have exactly one of json, regex, choice, grammar; got {', '.join(found)}",
+            f"'{param}' must have exactly one of json, regex, choice, grammar; got {show(', '.join(given))}",
             code="invalid_value",
             param=param,
         )
