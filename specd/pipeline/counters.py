@@ -11,7 +11,7 @@ from specd.sequence import Sequence
 from specd.status import Distribution
 from specd.step import DraftSource, StepStats
 
-_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
+_SECONDS = (0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 _TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 _STAGES = ("schedule", "draft", "verify", "accept", "refill", "commit", "detokenize", "step")
 _KEPT = frozenset(TokenOrigin) - {TokenOrigin.TARGET, TokenOrigin.BONUS}
