@@ -16,6 +16,7 @@ from typing import Literal
 from specd.config_options import (
     check_draft,
     check_draft_len,
+    check_home,
     check_host,
     check_host_names,
     check_journal,
@@ -335,6 +336,7 @@ class AdminConfig:
         "",
         "Path of the control socket; empty: $RUNTIME_DIRECTORY/admin.sock, else $XDG_RUNTIME_DIR/specd/admin.sock, "
         "else specd-UID/admin.sock in the folder for temporary files.",
+        check=check_home,
     )
     admins: tuple[str, ...] = option(
         (), "Users (names or uids) who may do everything, besides root and the daemon's own.", reloadable=True

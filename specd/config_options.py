@@ -7,6 +7,7 @@ import re
 import reprlib
 import urllib.parse
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from specd.errors import ConfigError
@@ -90,6 +91,15 @@ def check_host(value: str) -> None:
 def check_path(value: str) -> None:
     if not value:
         raise ConfigError("an empty name; give an alias, a folder, a .gguf file or a hub id")
+    check_home(value)
+
+
+def check_home(value: str) -> None:
+    """~/x and ~user/x are read as a shell reads them."""
+    try:
+        Path(value).expanduser()
+    except RuntimeError as error:
+        raise ConfigError(f"{value!r}: nobody of that name has a home folder here") from error
 
 
 def check_names(value: tuple[str, ...]) -> None:
@@ -113,6 +123,7 @@ def check_origins(value: tuple[str, ...]) -> None:
 def check_journal(value: str) -> None:
     if value not in ("auto", "off") and "/" not in value:
         raise ConfigError(f'{value!r} is not "auto", not "off", and not a path: one has at least one "/"')
+    check_home(value)
 
 
 def check_endpoint(value: str) -> None:

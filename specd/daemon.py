@@ -102,7 +102,9 @@ async def serve(
             engine = await _load(config, create_engine, notifier, stop)
         if engine is None:
             return EXIT_OK
-        engine.account.journal = journal
+        if journal is not None:
+            journal.start()
+            engine.account.journal = journal
         reloader = Reloader(config, reread or (lambda: reloader.config))
         operation = Operation(engine, reloader, signals, notifier, keys=keys, levels=levels)
         return await _run(operation, listeners, admin)

@@ -91,7 +91,7 @@ class RequestJournal:
     """`lost` are the ids that the process before this one left open. One process may have it open."""
 
     def __init__(self, path: Path) -> None:
-        """Reads, tells the log what was lost, and makes the file anew.
+        """Reads. Nothing is written before `start`: when this process never serves, the next one finds what this did.
 
         Raises JournalInUseError, ConfigError for a file that is no journal or cannot be opened, OutputError for a full
         disk.
@@ -109,8 +109,15 @@ class RequestJournal:
         self._grown = 0  # bytes
         self._stale = True  # the file does not say what `_live` does
         self._failing = False
-        self._save(b"", 0)
         self._thread = threading.Thread(target=self._run, name="specd-journal", daemon=True)
+
+    def start(self) -> None:
+        """From now on the file is about this process: tells the log what was lost, and makes it anew."""
+        if self.lost:
+            # The engine's names are the responses' ids, made unique by what stands behind the "#".
+            names = list(dict.fromkeys(name.partition("#")[0] for name in self.lost))
+            log.warning("requests_lost", total=len(self.lost), ids=names[:_SHOWN], path=str(self._path))
+        self._save(b"", 0)
         self._thread.start()
 
     def _read(self) -> tuple[str, ...]:
@@ -120,10 +127,6 @@ class RequestJournal:
             lost, damaged = unfinished(file)
         if damaged:
             log.warning("journal_damaged", path=str(self._path), lines=damaged)
-        if lost:
-            # The engine's names are the responses' ids, made unique by what stands behind the "#".
-            names = list(dict.fromkeys(name.partition("#")[0] for name in lost))
-            log.warning("requests_lost", total=len(lost), ids=names[:_SHOWN], path=str(self._path))
         return tuple(lost)
 
     @property
@@ -143,6 +146,9 @@ class RequestJournal:
 
     def close(self) -> None:
         """Writes what has happened; a disk that takes none of it is not waited for."""
+        if self._thread.ident is None:  # it was never started
+            os.close(self._file)
+            return
         self._events.put(None)
         self._thread.join(_CLOSE_S)
         if self._thread.is_alive():
@@ -203,7 +209,8 @@ class RequestJournal:
         self._stale = False  # from here on: `begin` and `end` may set it again
         live = self._live.copy()
         new = self._path.with_name(self._path.name + ".new")
-        file = os.open(new, os.O_WRONLY | os.O_TRUNC | _FLAGS, 0o600)
+        new.unlink(missing_ok=True)  # of a process that was killed here; or it is no file, and would hold up everybody
+        file = os.open(new, os.O_WRONLY | os.O_EXCL | _FLAGS, 0o600)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             _write(file, _HEADER + b"".join(_line(_ACCEPTED, at_s, name) for name, at_s in live.items()))

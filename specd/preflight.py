@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from specd.config import Config
+from specd.config_loader import check_rereadable
 from specd.errors import ConfigError, ModelError
 from specd.models import fetch
 from specd.server.chat import ChatTemplate
@@ -15,6 +16,13 @@ from specd.server.chat import ChatTemplate
 
 def check_before_load(config: Config) -> None:
     """Blocks for a moment. Raises ConfigError or ModelError (exit code 78)."""
+    try:
+        _check(config)
+    except OSError as error:  # a name that no file can have, or a folder that nobody may look into
+        raise ConfigError(f"{error.filename}: {error.strerror}") from error
+
+
+def _check(config: Config) -> None:
     model, draft = config.model, config.speculation.draft
     if model.chat_template:
         _check_template(Path(model.chat_template))
@@ -30,6 +38,7 @@ def check_before_load(config: Config) -> None:
 
 
 def _check_template(path: Path) -> None:
+    check_rereadable(path, "model.chat_template")  # the load reads it again
     try:
         ChatTemplate(fetch.read_template(path), bos_token="", eos_token="", special_tokens=())
     except ModelError as error:

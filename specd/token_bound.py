@@ -17,7 +17,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 # the pieces of one composed character, of what the longest character with that piece has for it.
 _NFC_SHRINKS = 4
 _SLICE = 1 << 16  # characters that are looked at in one go: other threads run in between
-_KEEPING = frozenset({"ByteLevel", "Digits", "Metaspace", "Punctuation", "Split", "UnicodeScripts"})
+_KEEPING = frozenset({"ByteLevel", "Digits", "Metaspace", "Punctuation", "Split"})
 _IN_UTF8 = frozenset(range(256)) - {0xC0, 0xC1, *range(0xF5, 0x100)}
 _BYTE_TOKENS = frozenset(f"<0x{byte:02X}>" for byte in range(256))
 
@@ -61,8 +61,10 @@ def token_bound(backend: tokenizers.Tokenizer, table: Sequence[bytes]) -> TokenB
     if (lost and shrinks > 1) or not (byte_level or _has_all_bytes(model)):
         return None
     own = [] if byte_level else [len(token.encode()) for token in model["vocab"]]  # a space is written as three bytes
-    added = [len(token["content"].encode()) for token in state["added_tokens"]]
-    return TokenBound(shrinks * max([*map(len, table), *own, *added]), lost)
+    added = [token["content"] for token in state["added_tokens"]]
+    if backend.normalizer is not None:  # such tokens are looked for as they are normalized: that may be longer
+        added += [backend.normalizer.normalize_str(t["content"]) for t in state["added_tokens"] if t["normalized"]]
+    return TokenBound(shrinks * max([*map(len, table), *own, *(len(text.encode()) for text in added)]), lost)
 
 
 def _lost(vocabulary: Collection[str]) -> bytes:

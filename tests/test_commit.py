@@ -227,7 +227,7 @@ def test_the_context_ends_a_sequence_too() -> None:
 def test_drafts_behind_an_end_are_not_counted_as_accepted() -> None:
     sequence, counters = sequence_of(params_of()), Counters(8)
     delta = commit(sequence, block([0, 1, EOS, 0, 1, 2]), source=DraftSource.DRAFTER, step=4)
-    counters.committed(delta, DraftSource.DRAFTER, 5)
+    counters.committed(delta, DraftSource.DRAFTER, 5, num_planned=5)
     assert delta.stats is not None
     assert (delta.stats.num_accepted_tokens, delta.stats.num_draft_tokens) == (3, 5)
     assert delta.origins == ((TokenOrigin.DRAFT, 4, 0), (TokenOrigin.DRAFT, 4, 1), (TokenOrigin.DRAFT, 4, 2))

@@ -305,3 +305,17 @@ def test_every_verb_has_an_action() -> None:
     (commands,) = found._group_actions
     (verbs,) = [a for a in commands.choices["ctl"]._actions if isinstance(a, argparse._SubParsersAction)]
     assert set(verbs.choices) == set(_VERBS)
+
+
+@pytest.mark.parametrize("seconds", ["nan", "inf", "-100", "1e300", "soon", ""])
+def test_what_is_no_time_is_no_option_s_value(seconds: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (
+        ("profile", "--seconds"),
+        ("drain", "--timeout"),
+        ("top", "--interval"),
+        ("loglevel", "info", "--ttl"),
+    ):
+        with pytest.raises(SystemExit) as refused:
+            cli.main(["ctl", *words, seconds])
+        assert refused.value.code == 2
+        assert f"{seconds!r} is not a number of seconds" in capsys.readouterr().err

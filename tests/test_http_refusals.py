@@ -129,3 +129,28 @@ def test_a_text_of_aiohttp_is_bounded_and_printable() -> None:
     bad = refusal_of(400, aiohttp.http_exceptions.BadHttpMessage("\udcff:\n\n  more"))
     assert orjson.dumps(bad.body())
     assert "more" not in bad.message
+
+
+async def test_a_length_that_is_too_much_is_refused_before_the_body_has_come() -> None:
+    """Nobody waits for what would be refused, or keeps so much of it."""
+    async with serve(FakeEngine(), max_body_bytes=2000) as client:
+        for length in (2001, 10**12):
+            reader, writer = await asyncio.open_connection("127.0.0.1", int(client.url.rpartition(":")[2]))
+            writer.write(POST + b"Content-Length: %d\r\n\r\n{" % length)
+            async with asyncio.timeout(5):
+                head = await reader.readuntil(b"\r\n\r\n")
+            assert int(head.split()[1]) == 413
+            writer.close()
+
+
+@pytest.mark.parametrize(("coding", "status"), [("gzip, chunked", 415), ("deflate,chunked", 415), ("Chunked", 200)])
+async def test_a_transfer_coding_that_nobody_undoes_is_refused(coding: str, status: int) -> None:
+    body = orjson.dumps(HELLO)
+    chunks = b"%x\r\n%s\r\n0\r\n\r\n" % (len(body), body)
+    async with serve(FakeEngine()) as client:
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(client.url.rpartition(":")[2]))
+        writer.write(POST + f"Transfer-Encoding: {coding}\r\n\r\n".encode() + chunks)
+        async with asyncio.timeout(5):
+            head = await reader.readuntil(b"\r\n\r\n")
+        assert int(head.split()[1]) == status
+        writer.close()

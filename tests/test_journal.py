@@ -28,9 +28,15 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "requests.journal"
 
 
+def started(path: Path) -> RequestJournal:
+    journal = RequestJournal(path)
+    journal.start()
+    return journal
+
+
 def lost(path: Path) -> tuple[str, ...]:
     """What the next process finds."""
-    journal = RequestJournal(path)
+    journal = started(path)
     journal.close()
     return journal.lost
 
@@ -40,7 +46,7 @@ def killed(path: Path, *, open_ids: tuple[str, ...], ended: tuple[str, ...] = ()
     script = (
         "import os, signal, sys, time; from pathlib import Path; from specd.journal import RequestJournal\n"
         "path, ended, names = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]\n"
-        "journal = RequestJournal(path)\n"
+        "journal = RequestJournal(path); journal.start()\n"
         "for name in names: journal.begin(name)\n"
         "for name in names[:ended]: journal.end(name, 'finished')\n"
         "while path.read_bytes().count(b'\\n') < 1 + len(names) + ended: time.sleep(0.001)\n"
@@ -76,7 +82,7 @@ def test_a_killed_process_leaves_its_open_requests(path: Path) -> None:
 
 
 def test_whatever_ends_is_not_lost(path: Path) -> None:
-    journal = RequestJournal(path)
+    journal = started(path)
     for how in ("finished", "failed", "aborted"):
         journal.begin(how)
         journal.end(how, how)
@@ -129,7 +135,7 @@ def test_another_s_file_is_not_overwritten(path: Path, tmp_path: Path) -> None:
 
 
 def test_one_daemon_a_file(path: Path) -> None:
-    first = RequestJournal(path)
+    first = started(path)
     with pytest.raises(JournalInUseError, match=re.escape(str(path))):
         RequestJournal(path)
     first._stale = True
@@ -143,7 +149,7 @@ def test_one_daemon_a_file(path: Path) -> None:
 
 def test_it_does_not_grow_for_ever(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(specd.journal, "_GROWTH_BYTES", 2000)
-    journal = RequestJournal(path)
+    journal = started(path)
     journal.begin("stays")
     largest = 0
     for number in range(500):
@@ -180,7 +186,7 @@ def test_a_full_disk_costs_the_journal_and_nothing_else(
 ) -> None:
     monkeypatch.setattr(specd.journal, "_RETRY_S", 0.01)
     with structlog.testing.capture_logs() as logs:
-        journal = RequestJournal(path)
+        journal = started(path)
         journal.begin("early")
         until(lambda: b" early\n" in path.read_bytes())
         full_disk.set()
@@ -205,7 +211,7 @@ def test_a_start_on_a_full_disk_reads_and_serves(
     monkeypatch.setattr(specd.journal, "_RETRY_S", 0.01)
     killed(path, open_ids=("a",))
     full_disk.set()
-    journal = RequestJournal(path)
+    journal = started(path)
     assert journal.lost == ("a",)
     journal.begin("b")
     full_disk.clear()
@@ -217,7 +223,7 @@ def test_a_start_on_a_full_disk_reads_and_serves(
 def test_a_write_that_the_kernel_refuses(path: Path) -> None:
     """Not a scripted one: the process may not make files larger than so many bytes."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    journal = RequestJournal(path)
+    journal = started(path)
     with structlog.testing.capture_logs() as logs:
         try:
             resource.setrlimit(resource.RLIMIT_FSIZE, (20, limits[1]))
@@ -241,7 +247,7 @@ def test_a_disk_that_does_not_answer_holds_up_nobody(path: Path, monkeypatch: py
         answers.wait(10)
         return write(file, data)
 
-    journal = RequestJournal(path)
+    journal = started(path)
     monkeypatch.setattr(specd.journal.os, "write", stuck)
     journal.begin("first")
     assert asked.wait(10)  # the thread hangs in its write
@@ -271,3 +277,12 @@ def test_a_file_system_without_locks_is_refused(path: Path, monkeypatch: pytest.
     monkeypatch.setattr(specd.journal.fcntl, "flock", flock)
     with pytest.raises(ConfigError, match="cannot be locked: No locks available"):
         RequestJournal(path)
+
+
+def test_what_stands_in_the_new_file_s_place_is_put_away(path: Path) -> None:
+    """Nobody reads from this pipe: to open it for writing would hold up the start for ever."""
+    os.mkfifo(path.with_name(path.name + ".new"))
+    journal = started(path)
+    journal.begin("a")
+    journal.close()
+    assert lost(path) == ("a",)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import http.client
 import json
 import os
@@ -14,13 +15,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import structlog
 
 from specd.account import Account
-from specd.journal import RequestJournal
+from specd.config import Config
+from specd.daemon import serve
+from specd.errors import ModelError
 from specd.request import FinishReason
+from tests.daemons import Daemon, FakeEngine, config_in, run, serving, until_health
 from tests.engines import ask, generate, make_parts, running
 from tests.service_manager import Manager
-from tests.test_journal import lost, until
+from tests.test_journal import killed, lost, started, until
 from tests.tiny import tiny_config, write_hf_folder
 
 ENDLESS = 16_000  # tokens: nobody waits for them
@@ -108,7 +113,7 @@ def _nobody_else_may_write(journal: Path) -> None:
 
 async def test_the_engine_accounts_for_every_end(journal: Path) -> None:
     async with running(make_parts(draft="layers", draft_len=2)) as engine:
-        engine.account.journal = written = RequestJournal(journal)
+        engine.account.journal = written = started(journal)
         await generate(engine, [ask("a", [5, 6, 7], max_tokens=6), ask("b", [5, 6], max_tokens=6)])
         stream = engine.submit(ask("c", [5], max_tokens=60))
         await anext(stream)
@@ -129,3 +134,30 @@ def test_the_account_adds_up() -> None:
     assert account.finished == len(FinishReason) - 2
     account.reset()
     assert (account.accepted, account.finished, account.num_lost_before, account.drains) == (0, 0, 0, 0)
+
+
+def test_a_start_that_fails_leaves_the_losses_to_the_next_one(tmp_path: Path, journal: Path) -> None:
+    """Whatever the load failed of: the process that serves again tells what was lost, once."""
+    killed(journal, open_ids=("cmpl-a#1.0",))
+    config = config_in(tmp_path)
+    config = dataclasses.replace(config, server=dataclasses.replace(config.server, journal=str(journal)))
+    written = journal.read_bytes()
+
+    async def broken(config: Config) -> FakeEngine:
+        raise ModelError("no such file")
+
+    async def serves(engine: FakeEngine) -> None:
+        daemon = Daemon(engine, config)
+        async with serving(daemon):
+            await until_health(config, 200)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    for _ in range(2):
+        with structlog.testing.capture_logs() as logs, pytest.raises(ModelError):
+            run(lambda: serve(config, create_engine=broken))
+        assert journal.read_bytes() == written
+        assert "requests_lost" not in [line["event"] for line in logs], "it is told where it is counted"
+    first, second = FakeEngine(), FakeEngine()
+    run(lambda: serves(first))
+    run(lambda: serves(second))
+    assert (first.account.num_lost_before, second.account.num_lost_before) == (1, 0)

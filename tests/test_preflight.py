@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from specd.errors import ConfigError, DraftError, FetchError, SpecdError
 from tests.tiny import write_hf_folder
 
 NO_SUCH = "no such file or folder"
+LONG = "x" * 300
 
 
 @pytest.mark.parametrize(
@@ -31,6 +33,10 @@ NO_SUCH = "no such file or folder"
         ({"revision": "v1"}, "auto", "only a hub id"),
         ({"chat_template": "{folder}/none"}, "auto", "model.chat_template: .*/none cannot be read: No such file"),
         ({"chat_template": "{folder}/bad"}, "auto", "model.chat_template: .*/bad: .* does not compile"),
+        ({"chat_template": "{folder}/pipe"}, "auto", "model.chat_template: .*/pipe is not a regular file"),
+        ({"path": LONG}, "auto", "^x+: File name too long"),
+        ({}, f"mtp:{LONG}", "^x+/config.json: File name too long"),
+        ({}, f"lm:{LONG}", "^x+: File name too long"),
         ({}, "mtp:{folder}", "speculation.draft is 'mtp:.*: it holds no config.json"),
         ({}, "lm:/nope", f"speculation.draft is 'lm:/nope': /nope: {NO_SUCH}"),
         ({"offline": True}, "lm:org/none@v2", "revision 'v2' of it is not .* `specd fetch org/none --revision v2`"),
@@ -41,6 +47,7 @@ async def test_nothing_is_loaded(
 ) -> None:
     """Names of aliases stand for files that are there: what is asked for besides is what is wrong."""
     (tmp_path / "bad").write_text("{% if %}")
+    os.mkfifo(tmp_path / "pipe")
     (tmp_path / "target.gguf").write_bytes(b"GGUF")
     if "revision" not in model:
         model = {"path": str(tmp_path / "target.gguf")} | model
@@ -117,3 +124,9 @@ def test_drafters_that_cannot(text: str) -> None:
 def test_settings_that_contradict(sets: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_config(None, env={}, sets=sets)
+
+
+@pytest.mark.parametrize("setting", ["model.path", "server.journal", "admin.socket"])
+def test_a_home_that_nobody_has(setting: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{setting}.*'~nobody-here/x'.*home folder"):
+        load_config(None, env={}, sets=[f"{setting}=~nobody-here/x"])

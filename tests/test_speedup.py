@@ -82,6 +82,20 @@ def test_one_accident_is_no_trend() -> None:
     assert found == pytest.approx(2.0, rel=0.15)
 
 
+@pytest.mark.parametrize("kept", [0, 1])
+def test_a_stall_shows_for_no_longer_than_a_few_slow_steps(kept: int) -> None:
+    """A machine that was suspended for a minute: neither a plain step nor one with drafts stands for all of it."""
+    usual = [step()] * 40 + [step(drafts=1, kept=1)] * 500
+    before = after(*usual)
+    stalled = after(*usual, step(drafts=kept, kept=kept, duration_s=60.0), *[step(drafts=1, kept=1)] * 10)
+    assert stalled == pytest.approx(before, rel=0.02)
+
+
+def test_steps_that_always_take_long_are_believed() -> None:
+    found = after(*[step()] * 3, *[step(drafts=8, kept=1, duration_s=0.2)] * 3000)  # twenty times a plain step
+    assert found == pytest.approx(0.1, rel=0.02)
+
+
 def test_what_was_computed_in_vain() -> None:
     counters = Counters(4)
     counters.measured(step(rows=2, drafts=6, kept=3, verify_s=0.08, draft_s=0.02))

@@ -48,6 +48,16 @@ def metaspace(*, fallback: bool = True, prepend: str = "always") -> Tokenizer:
     return tokenizer_of(backend)
 
 
+def with_spaces() -> Tokenizer:
+    """A normalizer that writes spaces as U+2581, and an added token of spaces that is looked for in what it gives."""
+    tokenizer = metaspace()
+    backend = tokenizers.Tokenizer.from_str(tokenizer._backend.to_str())
+    backend.normalizer = tokenizers.normalizers.Replace(" ", "▁")
+    backend.pre_tokenizer = None
+    backend.add_tokens([tokenizers.AddedToken(" " * 9, normalized=True)])
+    return tokenizer_of(backend)
+
+
 NFC = changed({"normalizer": {"type": "NFC"}})
 PART = changed(vocab={"a": 0, "Ġ": 1, "aa": 2, "é": 3}, merges=["a a"])  # most bytes have no token of their own
 KEEPING = {
@@ -56,12 +66,14 @@ KEEPING = {
     "NFC": NFC,
     "metaspace": metaspace(),
     "never": metaspace(prepend="never"),
+    "added spaces": with_spaces(),
 }
 
 
 @pytest.mark.parametrize("name", list(KEEPING))
 @given(text=WORDS)
 @example(text="▁" * 9)
+@example(text="▁" * 90)
 @example(text="\u212b" * 9)
 @example(text="<|im_start|>he<|im_end|>")
 def test_no_text_has_fewer_tokens(name: str, text: str) -> None:
@@ -81,6 +93,7 @@ def test_the_bound_is_the_longest_token() -> None:
 
 
 ADDED = json.loads(byte_tokenizer()._backend.to_str())["added_tokens"]
+BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
 SPLIT = {"type": "Split", "pattern": {"String": "a"}, "behavior": "Removed", "invert": False}
 LOSING = {
     "white space": lambda: changed({"added_tokens": [{**token, "lstrip": True} for token in ADDED]}),
@@ -88,11 +101,13 @@ LOSING = {
     "accents": lambda: changed({"normalizer": {"type": "StripAccents"}}),
     "compatibility": lambda: changed({"normalizer": {"type": "Sequence", "normalizers": [{"type": "NFKC"}]}}),
     "a character": lambda: changed(
-        {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [SPLIT, {"type": "ByteLevel", "add_prefix_space": False,
-                                                                        "trim_offsets": True, "use_regex": False}]}}
+        {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [SPLIT, BYTE_LEVEL]}}
     ),
     "bytes, composed": lambda: changed({"normalizer": {"type": "NFC"}}, vocab={"a": 0, "b": 1}, merges=[]),
     "unknown characters": lambda: metaspace(fallback=False),
+    "spaces before a script": lambda: changed(
+        {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [{"type": "UnicodeScripts"}, BYTE_LEVEL]}}
+    ),
 }  # fmt: skip
 
 
@@ -101,7 +116,8 @@ def test_a_tokenizer_that_loses_text_has_no_bound(name: str) -> None:
     """Each of them writes some text of any length in few tokens."""
     tokenizer = LOSING[name]()
     lost = {"white space": " " * 50 + "<|bos|>", "accents": "\u0301" * 50, "compatibility": "\ufdfa" * 9}
-    text = lost.get(name, {"a character": "a" * 50, "trimmed": " " * 50}.get(name, "漢" * 50))
+    lost |= {"a character": "a" * 50, "trimmed": " " * 50, "spaces before a script": " " * 50 + "a"}
+    text = lost.get(name, "漢" * 50)
     assert tokenizer.bound is None
     assert least_tokens(text, tokenizer) == 0
     if name != "compatibility":  # which makes this one longer: its bound would be another

@@ -12,7 +12,8 @@ from specd.pipeline.undrafted import count_undrafted
 from specd.request import SpeculationParams
 from specd.status import UNDRAFTED
 from specd.step import DraftSource
-from tests.engines import ask, generate, make_parts, running
+from tests.engines import ask, generate, lm, make_parts, running, target_model
+from tests.fakes import FailingDrafter, Failures
 
 
 async def reasons(*, wish: SpeculationParams | None = None, k: int | None = None, **parts: Any) -> dict[str, int]:
@@ -64,6 +65,12 @@ async def test_a_drafter_that_was_given_up() -> None:
         engine._scheduler.give_up_drafter()
         await generate(engine, [ask("a", [5, 6, 7], max_tokens=12)])
         assert engine.stats().undrafted == {"failing": 10}
+
+
+async def test_a_drafter_that_fails_made_no_drafts() -> None:
+    """`reasons` adds up: each of its steps has drafts or a reason."""
+    drafter = FailingDrafter(lm(target_model()), Failures(extends=frozenset({1})))
+    assert (await reasons(drafter=drafter))["failing"] == 1
 
 
 @pytest.mark.parametrize(

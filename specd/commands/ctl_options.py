@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from pathlib import Path
 from typing import TypeAlias
 
@@ -10,6 +11,7 @@ _Verbs: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 _STATES = ("waiting", "prefilling", "decoding")
 _LOOKING = ("status", "requests", "request", "events", "top", "trace", "dump", "selftest", "profile")
+_MOST_S = 1e9
 
 
 def add_verbs(parser: argparse.ArgumentParser) -> None:
@@ -48,10 +50,10 @@ def _add_looking(verbs: _Verbs) -> None:
     events.add_argument("--count", type=int, metavar="N", help="leave after N lines")
     for verb in (top, events):
         verb.add_argument(
-            "--interval", type=float, default=1.0, metavar="SECONDS", help="between snapshots (default 1)"
+            "--interval", type=_seconds, default=1.0, metavar="SECONDS", help="between snapshots (default 1)"
         )
     trace = verbs.add_parser("trace", help="the stage timeline as Chrome trace JSON (Perfetto, chrome://tracing)")
-    trace.add_argument("--seconds", type=float, default=5.0, help="how far back (default 5)")
+    trace.add_argument("--seconds", type=_seconds, default=5.0, help="how far back (default 5)")
     dump = verbs.add_parser("dump", help="configuration, queues and stacks as JSON, for bug reports")
     profile = verbs.add_parser("profile", help="where the daemon spends time (Python, PyTorch), or memory")
     profile.add_argument(
@@ -61,7 +63,7 @@ def _add_looking(verbs: _Verbs) -> None:
         default="cpu",
         help="cpu (default): Python by stacks; torch: PyTorch by operations; heap: memory by lines",
     )
-    profile.add_argument("--seconds", type=float, default=5.0, help="for so long (default 5, at most 300)")
+    profile.add_argument("--seconds", type=_seconds, default=5.0, help="for so long (default 5, at most 300)")
     for verb in (trace, dump, profile):
         verb.add_argument("-o", "--output", type=Path, metavar="FILE", help="default: standard output")
     verbs.add_parser(
@@ -77,14 +79,16 @@ def _add_requests(verbs: _Verbs) -> None:
     abort = verbs.add_parser("abort", help="end live requests; exit 1 when there was none")
     abort.add_argument("ids", nargs="*", metavar="ID", help="of `requests`, or the client's x-request-id")
     abort.add_argument("--state", choices=_STATES, help="those in this state")
-    abort.add_argument("--older-than", type=float, metavar="SECONDS", help="those that are older")
+    abort.add_argument("--older-than", type=_seconds, metavar="SECONDS", help="those that are older")
     abort.add_argument("--prefix", metavar="TEXT", help="those whose id begins like this")
     abort.add_argument("--all", action="store_true", help="every one")
 
 
 def _add_life(verbs: _Verbs) -> None:
     drain = verbs.add_parser("drain", help="accept nothing more, wait for what was accepted; the daemon stays")
-    drain.add_argument("--timeout", type=float, metavar="SECONDS", help="wait at most so long; default: as configured")
+    drain.add_argument(
+        "--timeout", type=_seconds, metavar="SECONDS", help="wait at most so long; default: as configured"
+    )
     drain.add_argument("--deadline", action="store_true", help="when the time is over, end what is left")
     drain.add_argument("--no-wait", action="store_true", help="begin, and do not wait")
     verbs.add_parser("resume", help="accept requests again after a drain")
@@ -97,7 +101,7 @@ def _add_life(verbs: _Verbs) -> None:
     shutdown = verbs.add_parser("shutdown", help="drain and stop, as SIGTERM does")
     shutdown.add_argument("--now", action="store_true", help="do not drain")
     shutdown.add_argument(
-        "--timeout", type=float, metavar="SECONDS", help="drain at most so long; default: as configured"
+        "--timeout", type=_seconds, metavar="SECONDS", help="drain at most so long; default: as configured"
     )
 
 
@@ -107,10 +111,10 @@ def _add_settings(verbs: _Verbs) -> None:
     wish.add_argument("--off", dest="mode", action="store_const", const="off", help="none at all")
     wish.add_argument("--k", type=_length, metavar="N", help='exactly so many, or "adaptive"')
     wish.add_argument("--configured", action="store_true", help="as in the configuration again")
-    speculation.add_argument("--ttl", type=float, metavar="SECONDS", help="for so long")
+    speculation.add_argument("--ttl", type=_seconds, metavar="SECONDS", help="for so long")
     loglevel = verbs.add_parser("loglevel", help="least level that is logged")
     loglevel.add_argument("level", choices=("debug", "info", "warning", "error", "configured"))
-    loglevel.add_argument("--ttl", type=float, metavar="SECONDS", help="for so long")
+    loglevel.add_argument("--ttl", type=_seconds, metavar="SECONDS", help="for so long")
     kv = verbs.add_parser("kv", help="the page pool and the prefix cache's hit rate")
     kv.add_argument("--flush", action="store_true", help="forget cached prefixes that nobody uses")
     keys = verbs.add_parser("keys", help="API keys: their ids and names")
@@ -128,12 +132,22 @@ def _add_corpora(verbs: _Verbs) -> None:
     put.add_argument("name", metavar="NAME")
     put.add_argument("file", type=Path, metavar="FILE", help="UTF-8 text; - is standard input")
     put.add_argument("--key", metavar="ID", help="for requests with this API key alone (an id of `keys`)")
-    put.add_argument("--ttl", type=float, metavar="SECONDS", help="for so long")
+    put.add_argument("--ttl", type=_seconds, metavar="SECONDS", help="for so long")
     delete = actions.add_parser("delete", help="draft from it no more")
     delete.add_argument("name", metavar="NAME")
     for action in (put, delete):
         _add_common(action, changes=True)
     _add_common(actions.choices["list"], changes=False)
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value <= _MOST_S:  # JSON has no other numbers, and a socket waits no longer; the daemon has its limits
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
+    return value
 
 
 def _length(text: str) -> int | str:

@@ -83,10 +83,12 @@ class Counters:
             if value > 0:
                 self.stages[name].observe(value)
 
-    def committed(self, delta: SequenceDelta, source: DraftSource, num_drafts: int) -> None:
-        """One row's emitted tokens."""
+    def committed(self, delta: SequenceDelta, source: DraftSource, num_drafts: int, *, num_planned: int) -> None:
+        """One row's emitted tokens. num_planned: drafts that it was to have; a drafter that fails makes none."""
         self.generation_tokens += len(delta.token_ids)
         if num_drafts == 0:
+            if num_planned:
+                self.undrafted["failing"] += 1
             return
         kept = num_kept(delta)
         name = source.name.lower()

@@ -121,7 +121,7 @@ class Scheduler:
         if row.emits:
             delta = commit(sequence, report, source=row.source, step=step, num_predicted=row.num_predicted)
             self.counters.text_s += sequence.text_s
-            self.counters.committed(delta, row.source, report.num_drafts)
+            self.counters.committed(delta, row.source, report.num_drafts, num_planned=row.num_drafts)
             self.waiting.charge(sequence, len(delta.token_ids))
             name = row.source.name.lower() if report.num_drafts else "none"
             sequence.history.append(StepRecord(step, name, report.num_drafts, len(delta.token_ids)))

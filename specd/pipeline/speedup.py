@@ -35,13 +35,18 @@ class SpeedUp:
     def __init__(self) -> None:
         self._sizes: list[int] = []  # rows of plain steps that were measured, rising
         self._plain: dict[int, _Average] = {}
-        self._plain_s = self._taken_s = 0.0  # fading sums over the same steps
+        self._plain_s = self._taken_s = self._base_s = 0.0  # fading sums over the same steps; base: one plain step each
         self._num_plain = 0  # steps in a row
 
     @property
     def value(self) -> float | None:
         """None while it is not known."""
         return self._plain_s / self._taken_s if self._taken_s > 0 else None
+
+    @property
+    def _usual(self) -> float:
+        """How many times as long as a plain step of as many rows a step takes."""
+        return self._taken_s / self._base_s if self._taken_s > 0 else 1.0
 
     def observe(self, stats: StepStats) -> None:
         """Steps with prompts are no measure of decoding."""
@@ -55,8 +60,10 @@ class SpeedUp:
         step_s = self._plain_step_s(stats.num_rows)
         if step_s is not None:
             keep = 1 - 1 / _LATEST
+            taken_s = min(stats.duration_s, _SLOW * step_s * self._usual)
             self._plain_s = self._plain_s * keep + step_s * stats.num_emitted / stats.num_rows
-            self._taken_s = self._taken_s * keep + stats.duration_s
+            self._taken_s = self._taken_s * keep + taken_s
+            self._base_s = self._base_s * keep + step_s
 
     def _learn(self, num_rows: int, seconds: float) -> None:
         known = self._plain.get(num_rows)

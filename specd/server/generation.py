@@ -335,13 +335,16 @@ async def long_work(num_bytes: int, work: Callable[..., Work], *args: Any) -> Wo
 
 
 async def read_raw(request: web.Request) -> bytes:
-    """The raw JSON body. Raises RequestError (415, 408); aiohttp raises 413 by itself."""
+    """The raw JSON body. Raises RequestError (415, 408); HTTPRequestEntityTooLarge, at once if its length says so."""
     kind = request.content_type
     if kind != "application/json" and not kind.endswith("+json"):
         text = f"the content type must be application/json, not {kind[:64]}"
         raise RequestError(text, code="unsupported_media_type")
-    if request.headers.get("Content-Encoding", "identity") != "identity":
+    transfer = request.headers.get("Transfer-Encoding", "chunked").lower()  # "gzip, chunked" passes aiohttp
+    if request.headers.get("Content-Encoding", "identity") != "identity" or transfer != "chunked":
         raise RequestError("compressed bodies are not accepted", code="unsupported_encoding")
+    if (request.content_length or 0) > request.client_max_size:
+        raise web.HTTPRequestEntityTooLarge(request.client_max_size)
     try:
         async with asyncio.timeout(BODY_TIMEOUT_S):
             return await request.read()
