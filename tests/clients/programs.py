@@ -24,6 +24,7 @@ from tests.clients.served import KEY, MODEL
 
 _FOLDER = Path(__file__).parent
 _TIMEOUT_S = 120
+_LEAVING_S = 1
 
 
 class ProgramError(Exception):
@@ -160,7 +161,8 @@ class LlmCommand:
                 _check(process.wait(_TIMEOUT_S), process.stderr.read().decode())
             except GeneratorExit:
                 process.send_signal(signal.SIGINT)
-                process.wait(_TIMEOUT_S)
+                with contextlib.suppress(subprocess.TimeoutExpired):  # it may read on for seconds: then it is killed
+                    process.wait(_LEAVING_S)
                 raise
             finally:
                 process.kill()
