@@ -345,8 +345,9 @@ class Scheduler:
             self.pool.publish(sequence.pages[i], keys[i])
             sequence.num_published = i + 1
         if self.traits is not None:
-            for i in range(sequence.num_marked, sequence.num_published):
-                self.pool.raise_drafter_len(sequence.pages[i], max(sequence.drafter_len - i * size, 0))
+            reached = -(-sequence.drafter_len // size)  # pages; the others' marks are 0, and stay so while it rests
+            for i in range(sequence.num_marked, min(sequence.num_published, reached)):
+                self.pool.raise_drafter_len(sequence.pages[i], sequence.drafter_len - i * size)
             sequence.num_marked = min(sequence.num_published, sequence.drafter_len // size)
 
     def _advance_drafter(self, row: Row) -> None:
