@@ -29,16 +29,22 @@ class RowReport:
 
 
 def row_report(
-    report: AcceptanceReport, row: int, *, num_drafts: int, num_logprobs: int | None, tells_drafts: bool = False
+    report: AcceptanceReport,
+    row: int,
+    *,
+    num_drafts: int,
+    num_logprobs: int | None,
+    prompt_logprobs: tuple[TokenLogprob, ...] = (),
+    tells_drafts: bool = False,
 ) -> RowReport:
     """Row `row` of the batch's report; num_logprobs as in SamplingParams.logprobs."""
     num_accepted = int(report.num_accepted[row])
-    tokens = tuple(int(t) for t in report.tokens[row, : num_accepted + 1] if t >= 0)
+    tokens = tuple(token for token in report.tokens[row, : num_accepted + 1].tolist() if token >= 0)
     logprobs = None
     if num_logprobs is not None and report.logprobs is not None:
         logprobs = tuple(_logprob(report, row, i, token, num_logprobs) for i, token in enumerate(tokens))
     drafts = _drafts(report, row, num_drafts) if tells_drafts else ()
-    return RowReport(tokens, num_accepted, num_drafts, bool(report.failed[row]), logprobs, drafts=drafts)
+    return RowReport(tokens, num_accepted, num_drafts, bool(report.failed[row]), logprobs, prompt_logprobs, drafts)
 
 
 def _drafts(report: AcceptanceReport, row: int, count: int) -> tuple[DraftedToken, ...]:

@@ -43,6 +43,8 @@ class SizedTokenBytes(TokenBytes, Protocol):
 class PaddedTokens:
     """Bytes of every id that a model can emit: a head may be padded past the vocabulary, and padding has no text."""
 
+    __slots__ = ("_tokenizer", "leading_space", "special_ids")
+
     def __init__(self, tokenizer: SizedTokenBytes, *, keep_space: bool = False, shown: Collection[int] = ()) -> None:
         """keep_space: also of the first word, because a grammar asked for it. shown: special tokens that are text."""
         self._tokenizer = tokenizer
@@ -53,12 +55,20 @@ class PaddedTokens:
         return self._tokenizer.token_bytes(token_id) if token_id < self._tokenizer.vocab_size else b""
 
 
+@functools.lru_cache(maxsize=16)
+def padded_tokens(tokenizer: SizedTokenBytes, *, keep_space: bool, shown: tuple[int, ...]) -> PaddedTokens:
+    """One for all requests that read tokens alike: it stays in the caches."""
+    return PaddedTokens(tokenizer, keep_space=keep_space, shown=shown)
+
+
 class Detokenizer:
     """Incremental UTF-8 over token bytes. History is never decoded again, a character is never split.
 
     Malformed bytes become U+FFFD as in `bytes.decode(errors="replace")`; bytes that end in the middle of a character
     are held until the next token, or until `flush`. Errors: RequestError for an id outside the vocabulary.
     """
+
+    __slots__ = ("_at_start", "_decoder", "_skip_special", "_tokenizer")
 
     def __init__(self, tokenizer: TokenBytes, skip_special: bool = True) -> None:
         self._tokenizer = tokenizer
@@ -92,6 +102,8 @@ class StopMatcher:
     more is released. With `include` the stop string itself is released too.
     """
 
+    __slots__ = ("_automaton", "_held", "_include", "_state", "matched")
+
     def __init__(self, stops: tuple[str, ...], include: bool = False) -> None:
         self._include = include
         self._automaton = _automaton(stops)
@@ -101,9 +113,11 @@ class StopMatcher:
 
     def push(self, text: str) -> tuple[str, str | None]:
         """(text that is safe to release, the stop string this text completed or None)."""
+        state, automaton = self._state, self._automaton
+        if automaton.empty:
+            return text, None
         if self.matched is not None:
             return "", None
-        state, automaton = self._state, self._automaton
         for index, character in enumerate(text):
             state = automaton.step(state, character)
             stop = automaton.stop[state]
@@ -135,6 +149,7 @@ class _Automaton:
         self._fail: list[int] = [0]
         self.depth: list[int] = [0]
         self.stop: list[str | None] = [None]  # longest stop string that ends in this state
+        self.empty = not stops
         for stop in stops:
             self._add(stop)
         self._link()

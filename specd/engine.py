@@ -41,7 +41,7 @@ from specd.status import (
     RequestDetail,
     RequestStatus,
 )
-from specd.text import Detokenizer, PaddedTokens, Tokenizer
+from specd.text import Detokenizer, Tokenizer, padded_tokens
 
 log = get_logger(__name__)
 
@@ -192,6 +192,7 @@ class Engine:
             max_draft = 0
         traits = self._scheduler.traits
         matcher = None if grammar is None else parts.grammars.matcher(grammar)
+        tokens = padded_tokens(self.tokenizer, keep_space=grammar is not None, shown=request.sampling.shown_special_ids)
         return Sequence(
             request,
             index,
@@ -199,10 +200,7 @@ class Engine:
             max_len=self.info.max_len,
             max_draft=max_draft,
             histogram_len=self.info.max_draft + 1,
-            detokenizer=Detokenizer(
-                PaddedTokens(self.tokenizer, keep_space=grammar is not None, shown=request.sampling.shown_special_ids),
-                request.sampling.skip_special_tokens,
-            ),
+            detokenizer=Detokenizer(tokens, request.sampling.skip_special_tokens),
             keys=BlockKeys(
                 secret=self._secret,
                 salt=request.cache_salt,

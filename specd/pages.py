@@ -22,6 +22,8 @@ class BlockKeys:
     also covers the first token after it, because the head's last slot of the block holds that token.
     """
 
+    __slots__ = ("_chain", "_keys", "_lookahead", "_page_size", "_secret")
+
     def __init__(self, *, secret: bytes, salt: bytes, page_size: int, lookahead: bool) -> None:
         self._secret = secret
         self._page_size = page_size

@@ -10,6 +10,7 @@ import collections
 import dataclasses
 import enum
 import time
+from array import array
 
 import numpy as np
 
@@ -58,7 +59,18 @@ class SpeculationRecord:
 
 
 class Sequence:
-    """Tokens, pages and counts of one choice. `pages` and `slot` belong to the RUNNING phase, else they are empty."""
+    """Tokens, pages and counts of one choice. `pages` and `slot` belong to the RUNNING phase, else they are empty.
+
+    Slots, because every step reads every sequence with cold caches.
+    """
+
+    __slots__ = (
+        "_prompt_ids", "abort_error", "abort_requested", "carry_valid", "detokenizer", "draft_len", "drafter_len",
+        "eos_ids", "first_token_s", "grammar", "history", "index", "keys", "limit", "matcher", "max_draft",
+        "num_cached", "num_computed", "num_marked", "num_preemptions", "num_prompt", "num_published", "output_counts",
+        "pages", "phase", "prompt_logprobs", "proposers", "request", "scheduled_s", "slot", "speculation", "text_s",
+        "tokens",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -90,11 +102,11 @@ class Sequence:
         for proposer in proposers:
             proposer.extend(self.tokens)
         self._prompt_ids: I32 | None = None
-        self.output_counts: collections.Counter[int] = collections.Counter()
+        self.output_counts: collections.Counter[int] = collections.Counter()  # when penalties read them
 
         self.phase = Phase.WAITING
         self.slot = -1
-        self.pages: list[int] = []
+        self.pages = array("i")
         self.num_published = 0  # leading blocks handed to the prefix index
         self.num_computed = 0  # leading tokens whose target KV is final
         self.drafter_len = 0  # leading slots with valid drafter KV
@@ -140,7 +152,8 @@ class Sequence:
 
     def append(self, token: int) -> None:
         self.tokens.append(token)
-        self.output_counts[token] += 1
+        if self.sampling.penalised:
+            self.output_counts[token] += 1
         if self.first_token_s is None:
             self.first_token_s = time.monotonic()
 

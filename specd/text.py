@@ -16,12 +16,15 @@ from typing import Any
 
 import tokenizers
 
-from specd.detokenizer import Detokenizer, LeadingSpace, PaddedTokens, StopMatcher
+from specd.detokenizer import Detokenizer, LeadingSpace, PaddedTokens, StopMatcher, padded_tokens
 from specd.errors import ModelError, RequestError
 from specd.pretokenizer import TURN_ENDS, build_backend, select
 from specd.token_bound import byte_alphabet, token_bound
 
-__all__ = ["Detokenizer", "LeadingSpace", "PaddedTokens", "RenderedChat", "StopMatcher", "Tokenizer", "compile_any"]
+__all__ = [
+    "Detokenizer", "LeadingSpace", "PaddedTokens", "RenderedChat", "StopMatcher", "Tokenizer", "compile_any",
+    "padded_tokens",
+]  # fmt: skip
 
 _UNDERLINE = "\u2581"  # SentencePiece's space
 

@@ -54,7 +54,7 @@ def check_plan(world: World, scheduled: ScheduledStep) -> None:
     traits = world.scheduler.traits
     for i, (row, sequence) in enumerate(zip(scheduled.rows, sequences, strict=True)):
         assert sequence.phase is Phase.RUNNING
-        assert plan.pages(i).tolist() == sequence.pages
+        assert plan.pages(i).tolist() == list(sequence.pages)
         assert plan.kv_lens[i] == sequence.num_computed + plan.query_lens[i]
         assert row.num_known >= 1
         assert row.emits == (sequence.num_computed + row.num_known == len(sequence.tokens))
@@ -84,7 +84,7 @@ def check(world: World) -> None:
     assert sorted(slots) == list(range(world.scheduler.limits.max_running))
     for sequence in waiting:
         assert sequence.phase is Phase.WAITING
-        assert (sequence.pages, sequence.slot, sequence.num_computed, sequence.drafter_len) == ([], -1, 0, 0)
+        assert (len(sequence.pages), sequence.slot, sequence.num_computed, sequence.drafter_len) == (0, -1, 0, 0)
     for sequence in running:
         _check_sequence(world, sequence)
     _check_index(world)
@@ -138,7 +138,7 @@ def check_over(world: World) -> None:
         expected = world.expected(sequence)
         whole = deltas[-1].finish_reason in ("stop", "length")
         assert said == (expected if whole else expected[: len(said)])
-        assert sequence.pages == []
+        assert not sequence.pages
     assert not world.scheduler.running
     assert not world.scheduler.waiting
     assert world.pool.num_free == world.pool.num_pages

@@ -385,7 +385,7 @@ def test_an_error_ends_one_row_alone() -> None:
         scheduled, [error if row.sequence is broken else rows[i] for i, row in enumerate(scheduled.rows)]
     )
     assert [(delta.finish_reason, delta.error) for delta in deltas] == [(FinishReason.ERROR, error), (None, None)]
-    assert broken.pages == []
+    assert not broken.pages
     assert fine.decoding
     world.scheduler.refill_failed(scheduled)
     check(world)

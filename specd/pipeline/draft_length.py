@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import heapq
+from collections.abc import Iterator
 from collections.abc import Sequence as Rows
 from typing import Protocol
 
@@ -186,6 +188,7 @@ class AdaptiveLength:
     PROPOSER_MARGIN = 0.1  # of a proposer's rate over a drafter's
     SURE = 0.85  # rate of a proposer beside which the drafter need not follow
     GAIN = 1.03  # drafts must promise this much over plain decoding: measurements are noisy
+    HOPELESS = 8  # sizes in a row with which not even all drafts together would pay: the rest is not looked at
     IDLE = 6  # steps in a row in which the drafter could have drafted and was not asked
 
     def __init__(self) -> None:
@@ -219,28 +222,33 @@ class AdaptiveLength:
         return lengths
 
     def _fastest(self, requests: Rows[DraftRequest], num_plain: int) -> list[int]:
-        """Drafts per request with the most expected tokens per second. O(C log C) in the C candidate drafts."""
-        rows = len(requests) + num_plain
+        """Drafts per request with the most expected tokens per second. O(C log B) for C drafts that are looked at; of
+        many rows not every number of them is priced, but every `stride`."""
+        rows, lengths = len(requests) + num_plain, [0] * len(requests)
         plain = self._cost(rows, 0, 0)
         if not plain or not requests:  # a clock too coarse for a step measures nothing, too
-            return [0] * len(requests)
-        candidates = sorted(
-            (-(self._rate(request.sequence, request.source).rate ** j), j, i)
-            for i, request in enumerate(requests)
-            for j in range(1, request.max_drafts + 1)
-        )
-        kept, deepest, drafting = 0.0, 0, 0
+            return lengths
+        rates = [self._rate(request.sequence, request.source).rate for request in requests]
         best_speed, best = rows / plain * self.GAIN, 0
-        for taken, (loss, depth, i) in enumerate(candidates, 1):
-            kept -= loss
+        most = rows + sum(_expected(rate, request.max_drafts) for rate, request in zip(rates, requests, strict=True))
+        taken: list[int] = []
+        kept, deepest, drafting, hopeless = 0.0, 0, 0, 0
+        stride, total = max(rows // 16, 1), sum(request.max_drafts for request in requests)
+        for probability, depth, i in _likeliest(rates, [request.max_drafts for request in requests]):
+            taken.append(i)
+            kept += probability
             if requests[i].source is DraftSource.DRAFTER:
                 deepest, drafting = max(deepest, depth), drafting + (depth == 1)
-            cost = self._cost(rows + taken, deepest, drafting)
+            if len(taken) % stride and len(taken) < total:
+                continue
+            cost = self._cost(rows + len(taken), deepest, drafting)
             if cost and (rows + kept) / cost > best_speed:
-                best_speed, best = (rows + kept) / cost, taken
-        lengths = [0] * len(requests)
-        for _, depth, i in candidates[:best]:
-            lengths[i] = depth
+                best_speed, best = (rows + kept) / cost, len(taken)
+            hopeless = hopeless + 1 if cost and most / cost <= best_speed else 0
+            if hopeless >= self.HOPELESS:
+                break
+        for i in taken[:best]:
+            lengths[i] += 1
         return lengths
 
     def prefers(self, sequence: Sequence, source: DraftSource, other: DraftSource) -> bool:
@@ -279,8 +287,11 @@ class AdaptiveLength:
             self._rates.pop((id(sequence), source), None)
 
     def _rate(self, sequence: Sequence, source: DraftSource) -> _Acceptance:
-        prior = self._prior.setdefault(source, _Acceptance(0.6))
-        return self._rates.setdefault((id(sequence), source), _Acceptance(prior.rate))
+        known = self._rates.get((id(sequence), source))
+        if known is None:
+            prior = self._prior.setdefault(source, _Acceptance(0.6))
+            known = self._rates[id(sequence), source] = _Acceptance(prior.rate)
+        return known
 
     def _cost(self, tokens: int, depth: int, drafting: int) -> float | None:
         """Seconds of a step that verifies `tokens`, after `depth` forwards of the drafter over `drafting` rows.
@@ -290,7 +301,26 @@ class AdaptiveLength:
         verify = self._verify(tokens)
         if verify is None:
             return None
-        return verify + depth * (self._draft(drafting) or 0.0) + (self._host(0) or 0.0)
+        draft = depth * (self._draft(drafting) or 0.0) if depth else 0.0
+        return verify + draft + (self._host(0) or 0.0)
+
+
+def _likeliest(rates: Rows[float], most: Rows[int]) -> Iterator[tuple[float, int, int]]:
+    """Rows' drafts, likeliest to be kept first: (probability, depth, row). Row i drafts at most most[i]."""
+    heap = [(-rate, 1, i) for i, rate in enumerate(rates) if most[i]]
+    heapq.heapify(heap)
+    while heap:
+        loss, depth, i = heap[0]
+        yield -loss, depth, i
+        if depth < most[i]:
+            heapq.heapreplace(heap, (-(rates[i] ** (depth + 1)), depth + 1, i))
+        else:
+            heapq.heappop(heap)
+
+
+def _expected(rate: float, most: int) -> float:
+    """How many of `most` drafts are kept: rate + rate ** 2 + ..."""
+    return most if rate >= 1 else rate * (1 - rate**most) / (1 - rate)
 
 
 def _without_drafter(request: DraftRequest) -> DraftRequest:

@@ -301,16 +301,21 @@ class Pipeline:
 
 def _row_reports(scheduled: ScheduledStep, rows: list[int], report: AcceptanceReport) -> list[RowReport | SpecdError]:
     """Rows of a report; `rows` are their indices in the scheduled step."""
-    out: list[RowReport | SpecdError] = []
     asked = scheduled.plan.prompt_scores
     prompts = split_scores(report, [asked[row] if asked else None for row in rows])
-    for i, row in enumerate(rows):
-        sequence = scheduled.rows[row].sequence
-        drafted = int((report.drafts[i] >= 0).sum())  # fewer than planned when the drafter failed
-        tells = sequence.request.speculation.detail == "tokens"
-        one = row_report(report, i, num_drafts=drafted, num_logprobs=sequence.sampling.logprobs, tells_drafts=tells)
-        out.append(dataclasses.replace(one, prompt_logprobs=prompts[i]))
-    return out
+    drafted = (report.drafts >= 0).sum(axis=1).tolist()  # fewer than planned when the drafter failed
+    sequences = [scheduled.rows[row].sequence for row in rows]
+    return [
+        row_report(
+            report,
+            i,
+            num_drafts=drafted[i],
+            num_logprobs=sequence.sampling.logprobs,
+            prompt_logprobs=prompts[i],
+            tells_drafts=sequence.request.speculation.detail == "tokens",
+        )
+        for i, sequence in enumerate(sequences)
+    ]
 
 
 def _refilled(*steps: Launched | None) -> tuple[float, int]:

@@ -73,7 +73,7 @@ def build_plan(step: int, rows: Rows[Row], page_size: int) -> StepPlan:
         sources=_i32(row.source if row.num_drafts else DraftSource.NONE for row in rows),
         host_drafts=host_drafts,
         page_indptr=indptr(_i32(len(sequence.pages) for sequence in sequences)),
-        page_indices=_i32(page for sequence in sequences for page in sequence.pages),
+        page_indices=np.frombuffer(bytearray().join([sequence.pages for sequence in sequences]), np.int32),
         tokens=_i32(token for part in tokens for token in part),
         next_prompt_tokens=_i32(_next_prompt_token(row) for row in rows),
         emits=_i32(row.emits for row in rows),
@@ -103,7 +103,7 @@ def row_sampling(sequence: Sequence) -> RowSampling:
         output_counts = _i32(sequence.output_counts.values())
     if params.repetition_penalty != 1.0:
         prompt_ids = sequence.prompt_ids()
-    longest = max((len(words) for words in params.bad_words_ids), default=0)
+    longest = max(map(len, params.bad_words_ids), default=0)
     return RowSampling(
         params=params,
         eos_ids=sequence.eos_ids,

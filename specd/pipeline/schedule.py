@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
+from array import array
 from collections.abc import Iterator
 from collections.abc import Sequence as Rows
 from typing import Literal
@@ -285,10 +286,10 @@ class Scheduler:
         """Moves a sequence from waiting to running with all pages of its tokens, or does nothing."""
         keys = sequence.keys.update(sequence.tokens, len(sequence.tokens) - 1)
         pages = self.pool.match(keys[: sequence.reusable(self.pool.page_size)])
-        sequence.pages = pages.copy()
+        sequence.pages = array("i", pages)
         if not self._reserve(sequence, len(sequence.tokens)):
             self.pool.release(pages)
-            sequence.pages = []
+            sequence.pages = array("i")
             return False
         self.waiting.take(sequence)
         self.running.append(sequence)
@@ -334,7 +335,7 @@ class Scheduler:
             pages = self.pool.allocate(missing)
             if pages is None:
                 return False
-            sequence.pages += pages
+            sequence.pages.extend(pages)
         return True
 
     def _publish(self, sequence: Sequence) -> None:
@@ -378,7 +379,7 @@ class Scheduler:
         self.running.remove(sequence)
         self.pool.release(sequence.pages)
         self._free_slots.append(sequence.slot)
-        sequence.pages, sequence.slot = [], -1
+        sequence.pages, sequence.slot = array("i"), -1
         sequence.num_computed = sequence.num_published = 0
         sequence.drafter_len = sequence.num_marked = 0
         sequence.carry_valid = False

@@ -20,6 +20,8 @@ class NgramIndex:
     A long prompt is indexed over several look-ups, from its beginning: until then they find less.
     """
 
+    __slots__ = ("_ends", "_indexed", "max_n", "min_n", "tokens")
+
     def __init__(self, *, min_n: int, max_n: int) -> None:
         self.min_n = min_n
         self.max_n = max_n
@@ -36,17 +38,20 @@ class NgramIndex:
         own: tail is this text's own end, whose n-grams must not find themselves.
         """
         self._index_to(len(self.tokens) - 1 if own else len(self.tokens))
-        for n in range(min(self.max_n, len(tail)), self.min_n - 1, -1):
+        longest = None
+        for n in range(self.min_n, min(self.max_n, len(tail)) + 1):
             end = self._ends.get(tuple(tail[-n:]))
-            if end is not None:
-                return end
-        return None
+            if end is None:
+                break  # nor is there a longer one, which would end in this
+            longest = end
+        return longest
 
     def _index_to(self, stop: int) -> None:
         stop = min(stop, self._indexed + _AT_ONCE)
+        tokens, ends = self.tokens, self._ends
         for end in range(self._indexed + 1, stop + 1):
             for n in range(self.min_n, min(self.max_n, end) + 1):
-                self._ends[tuple(self.tokens[end - n : end])] = end
+                ends[tuple(tokens[end - n : end])] = end
         self._indexed = max(self._indexed, stop)
 
 
@@ -76,4 +81,6 @@ class NgramProposer:
     def _continue(index: NgramIndex, start: int, count: int) -> list[int]:
         """What followed, read on through the guess itself: a text that repeats itself is continued past its end."""
         period = len(index.tokens) - start
+        if count <= period:
+            return index.tokens[start : start + count]
         return [index.tokens[start + i % period] for i in range(count)]
