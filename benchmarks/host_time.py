@@ -1,6 +1,6 @@
 """What the host costs in a step of many streams, while all of them decode.
 
-    python -m benchmarks.host_time                     # 64 streams, about ten minutes on two cores
+    python -m benchmarks.host_time                     # 64 streams, about fifteen minutes on two cores
     python -m benchmarks.host_time --sides 'specd torch none' --streams 8
     python -m benchmarks.host_time --quick             # to see that it works
 
@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import fnmatch
+import gc
 import math
 import os
 import time
@@ -30,7 +31,7 @@ from specd.models.gguf import read_metadata
 from specd.request import Request, SamplingParams
 from specd.text import Tokenizer
 
-_DEFAULT = ("specd native fast none", "specd native fast ngram adaptive")
+_DEFAULT = ("specd native fast none", "specd native fast ngram adaptive", "specd native fast mtp+ngram")
 _SPARE = 16
 
 
@@ -119,6 +120,8 @@ async def measure(args: argparse.Namespace) -> None:
         if name not in SPECD:
             continue
         side = await SpecdSide.create(name, [*common, *SPECD[name]])
+        gc.collect()
+        gc.freeze()  # as the daemon does: full collections go through what has come since
         try:
             rounds = [await round_of(side.engine, load.questions) for _ in range(args.rounds + 1)][1:]
         finally:
