@@ -117,6 +117,11 @@ class EngineStats:
     stages: Mapping[str, Distribution] = dataclasses.field(default_factory=dict)  # seconds, by stage of a step
     step_tokens: Distribution = dataclasses.field(default_factory=lambda: Distribution(()))
 
+    @property
+    def shown_state(self) -> str:
+        """What people and routers are told: the state, or "paused"."""
+        return "paused" if self.paused and self.state is EngineState.READY else str(self.state)
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepRecord:

@@ -236,6 +236,9 @@ def test_only_this_machine_unless_allowed() -> None:
     assert _load(parse("--url", "http://[::1]:8000")).concurrency == 1
     with pytest.raises(UsageError, match="--concurrency 0"):
         _load(parse("--concurrency", "0"))
+    for option, wrong in (("--timeout", "nan"), ("--timeout", "0"), ("--timeout", "inf"), ("--temperature", "nan")):
+        with pytest.raises(UsageError, match=f"{option} {wrong}"):
+            _load(parse(option, wrong))
     assert cli.main(["bench", "--requests", "0"]) == 2
 
 

@@ -106,6 +106,9 @@ async def test_limits_and_load() -> None:
         engine.snapshot = dataclasses.replace(engine.snapshot, waiting=4, pages_free=64)
         load = (await client.get("/load")).body
         assert (load["server_load"], load["running"], load["waiting"], load["kv_used"]) == (4, 0, 4, 0.75)
+        assert load["state"] == "ready"
+        engine.snapshot = dataclasses.replace(engine.snapshot, paused=True)
+        assert (await client.get("/load")).body["state"] == "paused"
 
 
 async def test_keys_are_asked_for_everywhere_but_for_health(tmp_path: Path) -> None:

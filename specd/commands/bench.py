@@ -75,6 +75,10 @@ def _load(args: argparse.Namespace) -> Load:
     for name in ("concurrency", "requests", "max_tokens"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
             raise UsageError(f"{_option(name)} {getattr(args, name)}: must be at least 1")
+    if not 0 < args.timeout < math.inf:
+        raise UsageError(f"--timeout {args.timeout:g}: must be above 0, and finite")
+    if not 0 <= args.temperature <= 2:
+        raise UsageError(f"--temperature {args.temperature:g}: must be from 0 to 2")
     arrivals = _arrivals(args)
     slo = Slo.parse(args.slo) if args.slo else None
     if args.find_rate and slo is None:

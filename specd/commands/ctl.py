@@ -198,7 +198,9 @@ def _to_file(args: argparse.Namespace, result: Any, what: str) -> int:
 def _trace(args: argparse.Namespace, client: Client) -> int:
     trace = client.call("GET", f"/v1/trace?seconds={args.seconds}")
     num_events = len(trace.get("traceEvents", ()))
-    return _to_file(args, trace, f"{num_events} events; open it in https://ui.perfetto.dev")
+    return _to_file(
+        args, trace, f"{num_events} event{'' if num_events == 1 else 's'}; open it in https://ui.perfetto.dev"
+    )
 
 
 def _dump(args: argparse.Namespace, client: Client) -> int:

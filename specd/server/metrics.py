@@ -296,10 +296,8 @@ class _EngineCollector:
         state = GaugeMetricFamily(
             "specd_engine_state", "1 for the state that the engine is in, 0 for the others.", labels=["state"]
         )
-        paused = stats.paused and stats.state is EngineState.READY  # as `specd ctl status` says it
-        for name in EngineState:
-            state.add_metric([str(name)], float(stats.state is name and not paused))
-        state.add_metric(["paused"], float(paused))
+        for name in (*map(str, EngineState), "paused"):
+            state.add_metric([name], float(stats.shown_state == name))
         yield state
         yield GaugeMetricFamily("specd_uptime_seconds", "Time since the engine was started.", value=stats.uptime_s)
         text = "Time since the last step finished; 0 while nothing is to be done."

@@ -195,7 +195,7 @@ class Pages:
                 "kv_pages_total": stats.pages_total,
                 "kv_pages_used": used,
                 "kv_used": used / stats.pages_total if stats.pages_total else 0.0,
-                "state": stats.state,
+                "state": stats.shown_state,
             }
         )
 

@@ -166,7 +166,7 @@ def snapshot(engine: EngineProtocol, server: ServerConfig) -> dict[str, Any]:
         "max_draft": info.max_draft,
         "max_len": info.max_len,
         "max_logprobs": server.max_logprobs,
-        "state": "paused" if stats.paused else stats.state,
+        "state": stats.shown_state,
         "uptime_s": stats.uptime_s,
         "running": stats.running,
         "waiting": stats.waiting,

@@ -17,7 +17,7 @@ from specd.server.admin.peers import Levels
 from specd.server.admin.protocol import AdminEngine
 from specd.server.openai import PREFIXES
 from specd.server.translation import MESSAGE_PREFIX, RESPONSE_PREFIX
-from specd.status import EngineState, EngineStats
+from specd.status import EngineStats
 
 _CUT_OFF_S = 10.0  # for what was aborted at the end of a drain to end
 
@@ -65,8 +65,7 @@ class Console:
     @property
     def state(self) -> str:
         """The engine's state, or "paused"."""
-        stats = self.engine.stats()
-        return "paused" if stats.paused and stats.state is EngineState.READY else str(stats.state)
+        return self.engine.stats().shown_state
 
     def changed(self, what: str, **fields: Any) -> None:
         """Something is not as it was: a new generation, and everybody who listens is told."""
