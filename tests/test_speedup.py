@@ -91,6 +91,12 @@ def test_a_stall_shows_for_no_longer_than_a_few_slow_steps(kept: int) -> None:
     assert stalled == pytest.approx(before, rel=0.02)
 
 
+def test_a_stall_at_the_beginning_is_no_reference() -> None:
+    stalled = step(duration_s=100 * PLAIN_S)
+    drafted = [step(drafts=2, kept=2)] * 20
+    assert after(step(), stalled, step(), *drafted) == pytest.approx(after(step(), step(), *drafted), rel=0.1)
+
+
 def test_steps_that_always_take_long_are_believed() -> None:
     found = after(*[step()] * 3, *[step(drafts=8, kept=1, duration_s=0.2)] * 3000)  # twenty times a plain step
     assert found == pytest.approx(0.1, rel=0.02)

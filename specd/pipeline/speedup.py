@@ -70,6 +70,9 @@ class SpeedUp:
         if known is None:
             bisect.insort(self._sizes, num_rows)
             self._plain[num_rows] = _Average(seconds)
+        elif _SLOW * seconds < known.seconds:  # nothing is so fast by accident: what was known came from a stall
+            self._plain[num_rows] = _Average(seconds)
+            self._plain_s = self._taken_s = self._base_s = 0.0
         else:
             known.observe(seconds)
 
