@@ -8,7 +8,6 @@ without a finish reason would be taken as a whole answer.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import itertools
 import time
@@ -19,18 +18,11 @@ from typing import Any, TypeVar
 from aiohttp import web
 
 from specd.config import Config
-from specd.errors import (
-    AbortedError,
-    AdminAbortedError,
-    DeadlineError,
-    EngineError,
-    QueueTimeoutError,
-    RequestError,
-    ShutdownError,
-)
+from specd.errors import AbortedError, EngineError, QueueTimeoutError, RequestError
 from specd.listeners import is_loopback
 from specd.log import get_logger
-from specd.request import FinishReason, Grammar, SequenceDelta
+from specd.request import Grammar, SequenceDelta
+from specd.server.arrivals import split_failed
 from specd.server.chat import ChatTemplate
 from specd.server.context import Room
 from specd.server.echo import echoes_of
@@ -59,12 +51,6 @@ HEADERS_KEY: web.RequestKey[dict[str, str]] = web.RequestKey("headers", dict)
 WEIGHT_KEY: web.RequestKey[int] = web.RequestKey("weight", int)
 RECORD_KEY: web.RequestKey[RequestRecord] = web.RequestKey("record", RequestRecord)
 
-_ABORTED_BY: dict[type[Exception], str] = {
-    QueueTimeoutError: "deadline",
-    DeadlineError: "deadline",
-    ShutdownError: "drain",
-    AdminAbortedError: "admin",
-}
 _INLINE_BYTES = 8192  # longer bodies are tokenised in a thread, longer answers are written in one
 _SCORE_BYTES = 100  # of an answer, about, for a token's log-probabilities
 STREAM_HEADERS = {
@@ -246,7 +232,7 @@ class Generation:
                 return await self._stream(request, translation.encoder(writer), streams, record)
             choices = writer.choices()
             while arrived := await streams.get():
-                batch, failure = _split(arrived, record)
+                batch, failure = split_failed(arrived, record)
                 if failure is not None:
                     raise failure
                 for choice, delta in batch:
@@ -263,7 +249,7 @@ class Generation:
     ) -> web.StreamResponse:
         waiting = False  # it is begun before its first token is there
         try:
-            batch, failure = _split(await streams.get(self._config.server.queued_stream_s or None), record)
+            batch, failure = split_failed(await streams.get(self._config.server.queued_stream_s or None), record)
         except TimeoutError:
             batch, failure, waiting = [], None, True
         if failure is not None and not any(delta.token_ids for _, delta in batch):
@@ -277,12 +263,12 @@ class Generation:
         try:
             await sender.send(encoder.start())
             if waiting:
-                batch, failure = _split(await self._next(streams, sender, encoder.keep_alive), record)
+                batch, failure = split_failed(await self._next(streams, sender, encoder.keep_alive), record)
             while batch or failure:
                 await sender.send(await _encoded(encoder, batch))
                 if failure is not None:
                     raise failure
-                batch, failure = _split(await self._next(streams, sender, encoder.keep_alive), record)
+                batch, failure = split_failed(await self._next(streams, sender, encoder.keep_alive), record)
             _check_finished(encoder.choices)
             await sender.send(encoder.end())
             record.delivered = True
@@ -296,6 +282,7 @@ class Generation:
         except Exception as error:  # noqa: BLE001  every failure must reach the client as an event
             await self._break_off(request, sender, error, record, encoder)
         finally:
+            sender.close()
             self._metrics.coalesced.inc(streams.num_joined)
         return response
 
@@ -308,8 +295,10 @@ class Generation:
             if left_s <= 0:
                 await sender.send(keep_alive)
                 continue
-            with contextlib.suppress(TimeoutError):
+            try:
                 return await streams.get(left_s)
+            except TimeoutError:
+                continue
 
     async def _break_off(
         self, request: web.Request, sender: Sender, error: Exception, record: RequestRecord, encoder: Encoder
@@ -358,27 +347,6 @@ async def _encoded(encoder: Encoder, batch: Sequence[tuple[int, SequenceDelta]])
     """What a batch adds to a stream; the scores of a long prompt are written in a thread."""
     size = _SCORE_BYTES * sum(len(delta.prompt_logprobs or ()) for _, delta in batch)
     return await long_work(size, lambda: b"".join([encoder.push(choice, delta) for choice, delta in batch]))
-
-
-def _split(
-    batch: Sequence[tuple[int, SequenceDelta]], record: RequestRecord
-) -> tuple[list[tuple[int, SequenceDelta]], Exception | None]:
-    """Counts a batch of deltas: what there is to deliver, and the first failure, which ends the whole answer."""
-    good: list[tuple[int, SequenceDelta]] = []
-    failure: Exception | None = None
-    for choice, delta in batch:
-        record.observe(choice, delta)
-        if delta.finish_reason not in (FinishReason.ERROR, FinishReason.ABORT):
-            good.append((choice, delta))
-            continue
-        if delta.token_ids or delta.text:
-            good.append((choice, dataclasses.replace(delta, finish_reason=None, error=None, stats=None)))
-        if failure is None and delta.finish_reason is FinishReason.ERROR:
-            failure = delta.error or EngineError("the engine gave no reason")
-        elif failure is None:
-            failure = delta.error or AbortedError("ended by the server")
-            record.aborted_by = _ABORTED_BY.get(type(failure), "server")
-    return good, failure
 
 
 def _exposed(request: web.Request) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from specd.config import ChatConfig
@@ -105,8 +105,10 @@ class PartReader:
         return delta.finish_reason, delta.stop_reason
 
 
-def joined(parts: Iterable[Part]) -> list[Part]:
+def joined(parts: Sequence[Part]) -> list[Part]:
     """Consecutive parts that continue each other as one."""
+    if len(parts) < 2:
+        return list(parts)
     found: list[Part] = []
     for _, run in itertools.groupby(parts, key=lambda part: (type(part), getattr(part, "index", None))):
         group = list(run)

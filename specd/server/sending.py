@@ -12,6 +12,7 @@ import time
 
 from aiohttp import web
 
+from specd.server.alarm import Alarm
 from specd.server.record import RequestRecord
 
 KERNEL_BYTES = 128 << 10  # SO_SNDBUF; Linux doubles it for its own use
@@ -29,7 +30,10 @@ def bound_buffers(transport: asyncio.Transport) -> None:
 
 
 class Sender:
-    """Writes to one prepared response; `record` counts bytes and the time spent waiting for the client."""
+    """Writes to one prepared response; `record` counts bytes and the time spent waiting for the client.
+
+    Used by the task that makes it, and closed by it.
+    """
 
     def __init__(
         self, request: web.Request, response: web.StreamResponse, record: RequestRecord, *, timeout_s: float
@@ -39,6 +43,9 @@ class Sender:
         self._record = record
         self._timeout_s = timeout_s
         self.sent_s = time.monotonic()  # of the latest bytes
+        self._task = asyncio.current_task()
+        self._stall = Alarm(self._stalled)
+        self._has_stalled = False
         bound_buffers(self.transport)
 
     @property
@@ -53,12 +60,25 @@ class Sender:
         if not data:
             return
         start = time.monotonic()
+        self._stall.set(self._timeout_s)
         try:
-            async with asyncio.timeout(self._timeout_s):
-                await self._response.write(data)
-        except TimeoutError as error:
-            raise SlowClientError(f"nothing was read for {self._timeout_s:g} s") from error
+            await self._response.write(data)
+        except asyncio.CancelledError:
+            if not self._has_stalled or self._task is None or self._task.uncancel() > 0:
+                raise  # by somebody else, too
+            raise SlowClientError(f"nothing was read for {self._timeout_s:g} s") from None
         finally:
+            self._stall.clear()
             self._record.sent(time.monotonic() - start)
         self._record.bytes_sent += len(data)
         self.sent_s = time.monotonic()
+
+    def close(self) -> None:
+        """Nothing more is sent."""
+        self._stall.close()
+
+    def _stalled(self) -> None:
+        """The write that waits is given up, as `asyncio.timeout` does it."""
+        assert self._task is not None
+        self._has_stalled = True
+        self._task.cancel()

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 
 from specd.deltas import DeltaQueue
 from specd.request import SequenceDelta
+from specd.server.alarm import Alarm
 from specd.server.openai import GenerationCall
 from specd.server.protocol import EngineProtocol
 
@@ -23,7 +24,9 @@ class DeltaStreams:
         self._streams: list[AsyncIterator[SequenceDelta]] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._arrived = DeltaQueue()
-        self._news = asyncio.Event()  # a delta, a failure or an end
+        self._news = asyncio.Event()  # a delta, a failure, an end, or silence
+        self._silence = Alarm(self._fell_silent)
+        self._silent = False
         self._failure: Exception | None = None
         self._num_open = 0
 
@@ -63,16 +66,26 @@ class DeltaStreams:
 
         Raises TimeoutError after timeout_s of silence, and whatever a stream raised once all before it was fetched.
         """
+        self._silent = False
+        if timeout_s is not None:
+            self._silence.set(timeout_s)
         while self._num_open and not self._arrived and self._failure is None:
+            if self._silent:
+                raise TimeoutError
             self._news.clear()
-            async with asyncio.timeout(timeout_s):
-                await self._news.wait()
+            await self._news.wait()
+        self._silence.clear()
         if not self._arrived and self._failure is not None:
             raise self._failure
         return self._arrived.take()
 
+    def _fell_silent(self) -> None:
+        self._silent = True
+        self._news.set()
+
     async def _close(self) -> None:
         """Ends every stream: by name first (at once, whatever happens to this task), then its reader and iterator."""
+        self._silence.close()
         for request, _ in zip(self._call.requests, self._streams, strict=False):
             self._engine.abort(request.request_id)
         for task in self._tasks:
