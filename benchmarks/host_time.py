@@ -126,6 +126,7 @@ async def measure(args: argparse.Namespace) -> None:
             rounds = [await round_of(side.engine, load.questions) for _ in range(args.rounds + 1)][1:]
         finally:
             await side.close()
+            gc.unfreeze()
         median = {key: percentile([figures[key] for figures in rounds], 50) for key in rounds[0]}
         entries.append({"side": name, "streams": args.streams, "median": median, "rounds": rounds})
         print(name, ", ".join(f"{key} {value:.3g}" for key, value in median.items() if value is not None))

@@ -55,10 +55,19 @@ class PaddedTokens:
         return self._tokenizer.token_bytes(token_id) if token_id < self._tokenizer.vocab_size else b""
 
 
-@functools.lru_cache(maxsize=16)
-def padded_tokens(tokenizer: SizedTokenBytes, *, keep_space: bool, shown: tuple[int, ...]) -> PaddedTokens:
-    """One for all requests that read tokens alike: it stays in the caches."""
-    return PaddedTokens(tokenizer, keep_space=keep_space, shown=shown)
+class TokenReadings:
+    """One `PaddedTokens` for all requests that read tokens alike: what each step reads fits the processor's caches."""
+
+    def __init__(self, tokenizer: SizedTokenBytes) -> None:
+        self._tokenizer = tokenizer
+        self._readings: dict[tuple[bool, tuple[int, ...]], PaddedTokens] = {}
+
+    def get(self, *, keep_space: bool, shown: tuple[int, ...]) -> PaddedTokens:
+        known = self._readings.get((keep_space, shown))
+        if known is None:
+            known = PaddedTokens(self._tokenizer, keep_space=keep_space, shown=shown)
+            self._readings[keep_space, shown] = known
+        return known
 
 
 class Detokenizer:

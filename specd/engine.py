@@ -41,7 +41,7 @@ from specd.status import (
     RequestDetail,
     RequestStatus,
 )
-from specd.text import Detokenizer, Tokenizer, padded_tokens
+from specd.text import Detokenizer, Tokenizer, TokenReadings
 
 log = get_logger(__name__)
 
@@ -63,6 +63,7 @@ class Engine:
         self.info: EngineInfo = parts.info
         self.tokenizer: Tokenizer = parts.tokenizer
         self.corpora: Corpora = parts.corpora
+        self._readings = TokenReadings(parts.tokenizer)
         self._parts = parts
         self._scheduler = parts.scheduler
         self._limits = parts.config.scheduler
@@ -192,7 +193,7 @@ class Engine:
             max_draft = 0
         traits = self._scheduler.traits
         matcher = None if grammar is None else parts.grammars.matcher(grammar)
-        tokens = padded_tokens(self.tokenizer, keep_space=grammar is not None, shown=request.sampling.shown_special_ids)
+        tokens = self._readings.get(keep_space=grammar is not None, shown=request.sampling.shown_special_ids)
         return Sequence(
             request,
             index,

@@ -11,6 +11,7 @@ import dataclasses
 import enum
 import time
 from array import array
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -24,6 +25,11 @@ from specd.step import I32
 from specd.text import Detokenizer, StopMatcher
 
 HISTORY = 256  # steps of a sequence that are kept for `specd ctl request`
+
+
+def page_ids(pages: Iterable[int] = ()) -> array[int]:
+    """A list of pages that a plan copies as it lies: 32-bit integers, as in `StepPlan.page_indices`."""
+    return array("i", pages)
 
 
 class Phase(enum.StrEnum):
@@ -61,7 +67,7 @@ class SpeculationRecord:
 class Sequence:
     """Tokens, pages and counts of one choice. `pages` and `slot` belong to the RUNNING phase, else they are empty.
 
-    Slots, because every step reads every sequence with cold caches.
+    Slots, because every step reads every sequence, and by then the forward has emptied the processor's caches.
     """
 
     __slots__ = (
@@ -102,11 +108,11 @@ class Sequence:
         for proposer in proposers:
             proposer.extend(self.tokens)
         self._prompt_ids: I32 | None = None
-        self.output_counts: collections.Counter[int] = collections.Counter()  # when penalties read them
+        self.output_counts: collections.Counter[int] = collections.Counter()  # empty unless `sampling.penalised`
 
         self.phase = Phase.WAITING
         self.slot = -1
-        self.pages = array("i")
+        self.pages = page_ids()
         self.num_published = 0  # leading blocks handed to the prefix index
         self.num_computed = 0  # leading tokens whose target KV is final
         self.drafter_len = 0  # leading slots with valid drafter KV

@@ -16,14 +16,14 @@ from typing import Any
 
 import tokenizers
 
-from specd.detokenizer import Detokenizer, LeadingSpace, PaddedTokens, StopMatcher, padded_tokens
+from specd.detokenizer import Detokenizer, LeadingSpace, PaddedTokens, StopMatcher, TokenReadings
 from specd.errors import ModelError, RequestError
 from specd.pretokenizer import TURN_ENDS, build_backend, select
 from specd.token_bound import byte_alphabet, token_bound
 
 __all__ = [
-    "Detokenizer", "LeadingSpace", "PaddedTokens", "RenderedChat", "StopMatcher", "Tokenizer", "compile_any",
-    "padded_tokens",
+    "Detokenizer", "LeadingSpace", "PaddedTokens", "RenderedChat", "StopMatcher", "TokenReadings", "Tokenizer",
+    "compile_any",
 ]  # fmt: skip
 
 _UNDERLINE = "\u2581"  # SentencePiece's space

@@ -259,39 +259,6 @@ def test_drafts_go_to_the_rows_where_they_are_kept() -> None:
     assert lengths[1] == 0
 
 
-@pytest.mark.parametrize(("rows", "share"), [(1, 1.0), (3, 1.0), (12, 1.0), (31, 1.0), (48, 0.99), (200, 0.99)])
-@pytest.mark.parametrize("seed", range(4))
-def test_no_number_of_drafts_promises_more(rows: int, share: float, seed: int) -> None:
-    """Against every number there is; of many rows not all are looked at, and next to nothing is lost by that."""
-    draw = random.Random(seed)
-    cost = draw.choice([0.0, 0.002, 0.01, 0.05, 0.3]) / rows  # of one more token, as a share of the step
-    policy = AdaptiveLength()
-    names: list[Any] = [Name() for _ in range(rows)]
-    for size in (rows, rows * 9):
-        for _ in range(30):
-            policy.observe_step(stats_of(num_rows=rows, num_tokens=size, verify_s=1.0 + cost * (size - rows)))
-    for name in names:
-        for _ in range(draw.randint(0, 12)):
-            policy.observe_row(name, NGRAM, drafted=4, accepted=draw.choice([0, 0, 1, 2, 4]))
-    most = [draw.randint(0, 8) for _ in names]
-    chosen = policy.choose([request(name, NGRAM, n) for name, n in zip(names, most, strict=True)], 0)
-    assert all(0 <= length <= n for length, n in zip(chosen, most, strict=True))
-
-    kept = [[policy._rate(name, NGRAM).rate ** (j + 1) for j in range(n)] for name, n in zip(names, most, strict=True)]
-    likeliest = sorted((p for row in kept for p in row), reverse=True)
-
-    def speed(count: int) -> float:
-        price = policy._cost(rows + count, 0, 0)
-        assert price
-        return (rows + sum(likeliest[:count])) / price * (1 if count else policy.GAIN)
-
-    best = max(speed(count) for count in range(len(likeliest) + 1))
-    assert sum(p for row, n in zip(kept, chosen, strict=True) for p in row[:n]) == pytest.approx(
-        sum(likeliest[: sum(chosen)])
-    )
-    assert speed(sum(chosen)) >= share * best - 1e-12
-
-
 @pytest.mark.parametrize("rows", [1, 4])
 def test_a_world_that_changes_is_followed(rows: int) -> None:
     """Drafts that stop being kept are dropped, a drafter that is worth it again is found again, by all rows."""

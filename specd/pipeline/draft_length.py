@@ -188,7 +188,8 @@ class AdaptiveLength:
     PROPOSER_MARGIN = 0.1  # of a proposer's rate over a drafter's
     SURE = 0.85  # rate of a proposer beside which the drafter need not follow
     GAIN = 1.03  # drafts must promise this much over plain decoding: measurements are noisy
-    HOPELESS = 8  # sizes in a row with which not even all drafts together would pay: the rest is not looked at
+    PRICED = 16  # with more rows not every number of drafts is priced, but every (rows / PRICED)th: the best is flat
+    HOPELESS = 8  # numbers in a row that cost more than all drafts together could bring: the rest is not looked at
     IDLE = 6  # steps in a row in which the drafter could have drafted and was not asked
 
     def __init__(self) -> None:
@@ -222,19 +223,19 @@ class AdaptiveLength:
         return lengths
 
     def _fastest(self, requests: Rows[DraftRequest], num_plain: int) -> list[int]:
-        """Drafts per request with the most expected tokens per second. O(C log B) for C drafts that are looked at; of
-        many rows not every number of them is priced, but every `stride`."""
+        """Drafts per request with the most expected tokens per second. O(C log B): C drafts are looked at."""
         rows, lengths = len(requests) + num_plain, [0] * len(requests)
-        plain = self._cost(rows, 0, 0)
-        if not plain or not requests:  # a clock too coarse for a step measures nothing, too
+        most = [request.max_drafts for request in requests]
+        plain, total = self._cost(rows, 0, 0), sum(most)
+        if not plain or not total:  # a clock too coarse for a step measures nothing, too
             return lengths
-        rates = [self._rate(request.sequence, request.source).rate for request in requests]
+        rates = [self._rate(r.sequence, r.source).rate if r.max_drafts else 0.0 for r in requests]
+        reachable = rows + sum(map(_expected, rates, most))
         best_speed, best = rows / plain * self.GAIN, 0
-        most = rows + sum(_expected(rate, request.max_drafts) for rate, request in zip(rates, requests, strict=True))
+        stride = max(rows // self.PRICED, 1)
         taken: list[int] = []
         kept, deepest, drafting, hopeless = 0.0, 0, 0, 0
-        stride, total = max(rows // 16, 1), sum(request.max_drafts for request in requests)
-        for probability, depth, i in _likeliest(rates, [request.max_drafts for request in requests]):
+        for probability, depth, i in _likeliest(rates, most):
             taken.append(i)
             kept += probability
             if requests[i].source is DraftSource.DRAFTER:
@@ -244,7 +245,7 @@ class AdaptiveLength:
             cost = self._cost(rows + len(taken), deepest, drafting)
             if cost and (rows + kept) / cost > best_speed:
                 best_speed, best = (rows + kept) / cost, len(taken)
-            hopeless = hopeless + 1 if cost and most / cost <= best_speed else 0
+            hopeless = hopeless + 1 if cost and reachable / cost <= best_speed else 0
             if hopeless >= self.HOPELESS:
                 break
         for i in taken[:best]:
@@ -324,4 +325,4 @@ def _expected(rate: float, most: int) -> float:
 
 
 def _without_drafter(request: DraftRequest) -> DraftRequest:
-    return dataclasses.replace(request, max_drafts=0) if request.source is DraftSource.DRAFTER else request
+    return DraftRequest(request.sequence, request.source, 0) if request.source is DraftSource.DRAFTER else request

@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from array import array
 from collections.abc import Iterator
 from collections.abc import Sequence as Rows
 from typing import Literal
@@ -33,7 +32,7 @@ from specd.pipeline.proposals import propose
 from specd.pipeline.undrafted import count_undrafted
 from specd.pipeline.waiting import WaitingQueue
 from specd.request import FinishReason, SequenceDelta
-from specd.sequence import Phase, Sequence
+from specd.sequence import Phase, Sequence, page_ids
 from specd.status import StepRecord
 from specd.step import DraftSource, DraftTraits, Refill
 
@@ -286,10 +285,10 @@ class Scheduler:
         """Moves a sequence from waiting to running with all pages of its tokens, or does nothing."""
         keys = sequence.keys.update(sequence.tokens, len(sequence.tokens) - 1)
         pages = self.pool.match(keys[: sequence.reusable(self.pool.page_size)])
-        sequence.pages = array("i", pages)
+        sequence.pages = page_ids(pages)
         if not self._reserve(sequence, len(sequence.tokens)):
             self.pool.release(pages)
-            sequence.pages = array("i")
+            sequence.pages = page_ids()
             return False
         self.waiting.take(sequence)
         self.running.append(sequence)
@@ -379,7 +378,7 @@ class Scheduler:
         self.running.remove(sequence)
         self.pool.release(sequence.pages)
         self._free_slots.append(sequence.slot)
-        sequence.pages, sequence.slot = array("i"), -1
+        sequence.pages, sequence.slot = page_ids(), -1
         sequence.num_computed = sequence.num_published = 0
         sequence.drafter_len = sequence.num_marked = 0
         sequence.carry_valid = False

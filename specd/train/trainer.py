@@ -23,6 +23,7 @@ import torch
 from specd.errors import ConfigError
 from specd.train.batches import Batch, epoch_batches, evenly, follows, make_batch, sequences
 from specd.train.checkpoint import checkpoint_tensors, load_checkpoint, read_state, save_checkpoint
+from specd.train.corpus import HELD_OUT_EVERY
 from specd.train.folder import RunFolder, without_place
 from specd.train.parallel import Ranks, check_share, joined, parallel_model
 from specd.train.plan import Settings, defaults, identity
@@ -68,7 +69,9 @@ def check_data(data: Collected, target: FrozenTarget, *, shards: tuple[Path, ...
         raise ConfigError(f"{folders}: were collected from {data.origin.target}, not from {model}")
     for held_out in (False, True):
         if not sequences(data, held_out=held_out):
-            raise ConfigError(f"{folders}: no sequence is {'held out' if held_out else 'to train on'}")
+            kind = "held out" if held_out else "to train on"
+            advice = f"one of {HELD_OUT_EVERY} is held out: collect more texts"
+            raise ConfigError(f"{folders}: no sequence is {kind}; {advice}")
     width = target.config.hidden_size
     if data.hidden.shape[1] != width:
         raise ConfigError(f"{folders}: hold states of {data.hidden.shape[1]} numbers, {target.name} has {width}")
