@@ -63,3 +63,26 @@ def test_no_number_of_drafts_promises_more(rows: int, share: float, among: list[
     best = max(speed(likeliest[:count]) for count in range(len(likeliest) + 1))
     taken = [draft for draft in likeliest if draft[1] <= chosen[draft[2]]]
     assert speed(taken) >= share * best * (1 - 1e-9)
+
+
+def _choose_in(costs: list[tuple[int, float]], *, rows: int, rate: float, most: int) -> list[int]:
+    """What is chosen where these sizes cost so many seconds, well measured, and every draft is kept at `rate`."""
+    policy, names = AdaptiveLength(), [Name() for _ in range(rows)]
+    for size, seconds in costs:
+        for _ in range(20):
+            policy.observe_step(stats_of(num_rows=rows, num_tokens=size, verify_s=seconds))
+    for name in names:
+        policy._rate(name, DraftSource.NGRAM).rate = rate  # type: ignore[arg-type]
+    return policy.choose([request(name, DraftSource.NGRAM, most) for name in names], 0)
+
+
+def test_a_cheap_size_between_dear_ones_is_found_among_many_rows() -> None:
+    """Two accidents beside it, and nothing would ever be drafted again: hopes of 96 rows promise nothing."""
+    chosen = _choose_in([(96, 1.0), (137, 3.0), (141, 1.0), (145, 3.0)], rows=96, rate=0.9, most=1)
+    assert sum(chosen) == 141 - 96
+
+
+def test_a_full_tile_behind_slow_sizes_is_found() -> None:
+    """Nine sizes in a row at which nothing pays, then one at which a draft of every row is nearly free."""
+    costs = [(16, 1.0), *((odd, 1.6) for odd in range(17, 26)), (32, 1.02)]
+    assert _choose_in(costs, rows=16, rate=0.3, most=2) == [1] * 16

@@ -135,6 +135,10 @@ class StepCost:
             weight += trust
         return total / weight
 
+    def __contains__(self, size: int) -> bool:
+        """Whether it was ever measured."""
+        return size in self._measured
+
     def __call__(self, size: int) -> float | None:
         """None while nothing has been measured."""
         if not self._sizes:
@@ -188,8 +192,10 @@ class AdaptiveLength:
     PROPOSER_MARGIN = 0.1  # of a proposer's rate over a drafter's
     SURE = 0.85  # rate of a proposer beside which the drafter need not follow
     GAIN = 1.03  # drafts must promise this much over plain decoding: measurements are noisy
-    PRICED = 16  # with more rows not every number of drafts is priced, but every (rows / PRICED)th: the best is flat
-    HOPELESS = 8  # numbers in a row that cost more than all drafts together could bring: the rest is not looked at
+    # With more rows not every number of drafts is priced, but every (rows / PRICED)th, and each size that was measured:
+    # between those the best is flat, and one cheap size between dear ones may be all that is known of drafts that pay.
+    PRICED = 16
+    HOPELESS = 8  # numbers in a row that cost more than all drafts together could bring: the rest is glanced at
     IDLE = 6  # steps in a row in which the drafter could have drafted and was not asked
 
     def __init__(self) -> None:
@@ -240,14 +246,17 @@ class AdaptiveLength:
             kept += probability
             if requests[i].source is DraftSource.DRAFTER:
                 deepest, drafting = max(deepest, depth), drafting + (depth == 1)
-            if len(taken) % stride and len(taken) < total:
+            size = rows + len(taken)
+            if len(taken) % stride and len(taken) < total and size not in self._verify:
                 continue
-            cost = self._cost(rows + len(taken), deepest, drafting)
+            cost = self._cost(size, deepest, drafting)
             if cost and (rows + kept) / cost > best_speed:
                 best_speed, best = (rows + kept) / cost, len(taken)
             hopeless = hopeless + 1 if cost and reachable / cost <= best_speed else 0
-            if hopeless >= self.HOPELESS:
-                break
+            if hopeless == self.HOPELESS:
+                ahead = (self._cost(rows + n, deepest, drafting) for n in _ahead(len(taken), total, self.HOPELESS))
+                if all(cost and reachable / cost <= best_speed for cost in ahead):
+                    break
         for i in taken[:best]:
             lengths[i] += 1
         return lengths
@@ -317,6 +326,14 @@ def _likeliest(rates: Rows[float], most: Rows[int]) -> Iterator[tuple[float, int
             heapq.heapreplace(heap, (-(rates[i] ** (depth + 1)), depth + 1, i))
         else:
             heapq.heappop(heap)
+
+
+def _ahead(taken: int, total: int, step: int) -> Iterator[int]:
+    """Some larger numbers of drafts, ever further apart, the last one too: kernels may be slow at odd sizes, and fast
+    where the next tile is full."""
+    while taken < total:
+        taken, step = min(taken + step, total), step * 2
+        yield taken
 
 
 def _expected(rate: float, most: int) -> float:
