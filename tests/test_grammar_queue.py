@@ -23,7 +23,7 @@ from tests.test_grammar import ENDLESS, grammars, make, refusal
 
 async def test_time_limits_are_of_the_processor_first() -> None:
     """A busy machine, here one that does nothing else for a while, is not the grammar's fault."""
-    slow = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(900)}}
+    slow = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(1500)}}
     async with grammars() as made:
         await made.prepare(Grammar("regex", "a+"))
         assert made._worker is not None
