@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import gc
+import weakref
 from typing import Any
 
 import aiohttp
@@ -13,6 +15,8 @@ import structlog
 
 from specd.errors import DrainingError, EngineError, GrammarError, QueueFullError, SpecdError
 from specd.request import FinishReason, Request, SequenceDelta
+from specd.server.sending import Sender
+from specd.server.streams import DeltaStreams
 from tests.fake_engine import FakeEngine, Script
 from tests.http_server import HELLO, Client, serve, until
 
@@ -205,6 +209,35 @@ async def test_a_client_that_does_not_read_is_given_up() -> None:
         writer.close()
         with contextlib.suppress(ConnectionError):
             await writer.wait_closed()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_answered_request_does_not_wait_for_the_garbage_collector(
+    stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the daemon a full collection is rare, and a request holds its prompt and its body."""
+    kept: list[weakref.ref[Any]] = []
+    enter, send = DeltaStreams.__aenter__, Sender.send
+
+    async def entered(self: DeltaStreams) -> DeltaStreams:
+        kept.append(weakref.ref(self))
+        return await enter(self)
+
+    async def sent(self: Sender, data: bytes) -> None:
+        kept.append(weakref.ref(self))
+        await send(self, data)
+
+    monkeypatch.setattr(DeltaStreams, "__aenter__", entered)
+    monkeypatch.setattr(Sender, "send", sent)
+    async with serve(FakeEngine()) as client:
+        gc.disable()
+        try:
+            for _ in range(3):
+                assert (await client.chat(stream=stream)).status == 200
+            await until(lambda: all(ref() is None for ref in kept))
+        finally:
+            gc.enable()
+    assert len(kept) >= 3
 
 
 async def test_half_closed_clients_are_gone() -> None:

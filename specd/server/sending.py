@@ -43,7 +43,9 @@ class Sender:
         self._record = record
         self._timeout_s = timeout_s
         self.sent_s = time.monotonic()  # of the latest bytes
-        self._task = asyncio.current_task()
+        task = asyncio.current_task()
+        assert task is not None, "made outside a task"
+        self._task = task
         self._stall = Alarm(self._stalled)
         self._has_stalled = False
         bound_buffers(self.transport)
@@ -59,12 +61,13 @@ class Sender:
         """Raises SlowClientError when the client reads nothing for so long, ConnectionError when it is gone."""
         if not data:
             return
-        start = time.monotonic()
+        start, cancelling = time.monotonic(), self._task.cancelling()
+        self._has_stalled = False
         self._stall.set(self._timeout_s)
         try:
             await self._response.write(data)
         except asyncio.CancelledError:
-            if not self._has_stalled or self._task is None or self._task.uncancel() > 0:
+            if not self._has_stalled or self._task.uncancel() > cancelling:
                 raise  # by somebody else, too
             raise SlowClientError(f"nothing was read for {self._timeout_s:g} s") from None
         finally:
@@ -79,6 +82,5 @@ class Sender:
 
     def _stalled(self) -> None:
         """The write that waits is given up, as `asyncio.timeout` does it."""
-        assert self._task is not None
         self._has_stalled = True
         self._task.cancel()
