@@ -36,12 +36,12 @@ async def test_it_rings_once_and_not_early() -> None:
 async def test_moved_on_it_rings_after_the_last_time(times: int) -> None:
     bell = Bell()
     for _ in range(times):
-        bell.alarm.set(2 * SHORT_S)
+        bell.alarm.set(20 * SHORT_S)  # far longer than a busy machine stands still
         last = asyncio.get_running_loop().time()
         await asyncio.sleep(SHORT_S)
-    await asyncio.sleep(4 * SHORT_S)
+    await asyncio.sleep(22 * SHORT_S)
     assert len(bell.rings) == 1
-    assert bell.rings[0] - last >= 2 * SHORT_S - 0.002
+    assert bell.rings[0] - last >= 20 * SHORT_S - 0.002
 
 
 async def test_set_earlier_it_rings_earlier() -> None:
